@@ -44,7 +44,7 @@ from mlx_speculation.models.lanes.batch import BatchLane
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP
 from mlx_speculation.models.lanes.restore_points import RestorePoints
-from mlx_speculation.models.recurrent.recorder import noting_reruns
+from mlx_speculation.models.recurrent.replay import noting_reruns
 from mlx_speculation.models.round_context import (
     fixed_shape_forward,
     plain_step,

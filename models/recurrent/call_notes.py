@@ -7,8 +7,8 @@ recorded call there are none, and a hooked part only does its work.
 A hooked instance gets a class of its own (see `models.instance_hooks`). Nothing in
 mlx-lm is patched: if a mixer calls a scan by its global name, the class has a copy of
 the method with its own globals, in which that name records the call. Other uses of the
-same module do not change. If other code replaces a method or scan after the hook was
-made, the replacement is called and nothing is recorded.
+same module do not change. Nothing is recorded of a scan that other code has replaced
+before the hook was made.
 """
 
 import functools
@@ -25,19 +25,24 @@ import mlx.nn as nn
 from mlx_speculation.models.device_ops import Block
 from mlx_speculation.models.instance_hooks import derived, made_again
 from mlx_speculation.models.ops.round_ops import activations_of
-from mlx_speculation.models.recurrent.replay import Scan, ScanCall, Watch
+from mlx_speculation.models.recurrent.replay import (
+    Notes,
+    Scan,
+    ScanCall,
+    Watch,
+    first_of,
+)
 from mlx_speculation.models.recurrent.row_by_row import run_by_row
 from mlx_speculation.models.round_context import rows_in_exact_mode
 from mlx_speculation.models.source_digests import is_known
 
 Call = Callable[..., Any]
-Taken = dict[Any, list[Any]]
 
-_notes: ContextVar[Taken | None] = ContextVar("notes", default=None)
+_notes: ContextVar[Notes | None] = ContextVar("notes", default=None)
 
 
 @contextmanager
-def noting(notes: Taken) -> Iterator[None]:
+def noting(notes: Notes) -> Iterator[None]:
     """Inside the block, record calls of this thread in `notes`."""
     token = _notes.set(notes)
     try:
@@ -52,17 +57,12 @@ def _note(key: Any, value: Any) -> None:
         notes.setdefault(key, []).append(value)
 
 
-def _first_array(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    values = (*args, *kwargs.values())
-    return next((value for value in values if isinstance(value, mx.array)), None)
-
-
 @functools.cache
 def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class for parts that records their first array under their id."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _note(id(self), _first_array(args, kwargs))
+        _note(id(self), first_of(mx.array, (*args, *kwargs.values())))
         return kind.__call__(self, *args, **kwargs)
 
     return derived(kind, {"__call__": call})
@@ -106,7 +106,7 @@ def scan_of(kind: type[nn.Module], watch: Watch) -> Call | None:
 
 def _noting_method(kind: type[nn.Module], name: str) -> Call:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _note(name, _first_array(args, kwargs))
+        _note(name, first_of(mx.array, (*args, *kwargs.values())))
         return getattr(kind, name)(self, *args, **kwargs)
 
     return method
@@ -114,13 +114,9 @@ def _noting_method(kind: type[nn.Module], name: str) -> Call:
 
 def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:
     original: FunctionType = getattr(kind, scan.called_in)
-    theirs = original.__globals__
 
     def scanned(*args: Any, **kwargs: Any) -> Any:
         chunk: Block | None
-        current = theirs[scan.name]
-        if current is not known:
-            return current(*args, **kwargs)
         rows, chunk = rows_in_exact_mode(), None
         if rows:
             chunk = run_by_row(scan, known, args, kwargs, rows)
@@ -131,10 +127,4 @@ def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:
             return known(*args, **kwargs)
         return chunk.y, chunk.after(chunk.y.shape[scan.axis])
 
-    again = made_again(original, {**activations_of(original), scan.name: scanned})
-
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        current = getattr(kind, scan.called_in)
-        return (again if current is original else current)(self, *args, **kwargs)
-
-    return method
+    return made_again(original, {**activations_of(original), scan.name: scanned})

@@ -18,9 +18,6 @@ For the mixers in `mixers.MIXERS`, replay was shown to equal plain decoding
 import functools
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +28,6 @@ from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
 from mlx_speculation.models.instance_hooks import Hook, derived, plain_class
 from mlx_speculation.models.recurrent.call_notes import (
     Call,
-    Taken,
     noting,
     noting_input,
     noting_output,
@@ -39,78 +35,18 @@ from mlx_speculation.models.recurrent.call_notes import (
     watched,
 )
 from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS, Mixer
-from mlx_speculation.models.recurrent.replay import Recipe, Watch, part_of
+from mlx_speculation.models.recurrent.replay import (
+    CACHE,
+    MixerCall,
+    Watch,
+    first_of,
+    part_of,
+)
 from mlx_speculation.models.source_digests import is_known
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
 _RANK = 0  # the innermost hook of a mixer, as it copies code of the plain class
-
-# The mixers that ran again inside `noting_reruns`, in this thread.
-_ran_again: ContextVar[list[nn.Module] | None] = ContextVar("ran_again", default=None)
-
-_CACHE = object()  # replaces the cache in recorded arguments, to avoid a cycle
-
-
-@contextmanager
-def noting_reruns() -> Iterator[list[nn.Module]]:
-    """Yield a list, to which each mixer that runs again inside the block is added."""
-    ran: list[nn.Module] = []
-    token = _ran_again.set(ran)
-    try:
-        yield ran
-    finally:
-        _ran_again.reset(token)
-
-
-@dataclass(frozen=True, slots=True)
-class MixerCall:
-    """One call of a mixer: its arguments without the cache, and its notes."""
-
-    mixer: nn.Module
-    width: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    recipe: Recipe | None = None
-    notes: Taken = field(default_factory=dict)
-
-    @property
-    def inputs(self) -> mx.array:
-        """The first array that the mixer was given."""
-        result: mx.array = _first(mx.array, (*self.args, *self.kwargs.values()))
-        return result
-
-    def replay(self, cache: Any, keep: int) -> None:
-        """Change `cache` from the state before the call to the state after `keep` rows.
-
-        The state follows from the notes if they are complete. Otherwise the mixer runs
-        again over the first `keep` positions, and its output is not used.
-        """
-        if self.recipe is not None and self.recipe.complete(self):
-            self.recipe.replay(self, cache, keep)
-        else:
-            self._run_again(cache, keep)
-
-    def _run_again(self, cache: Any, keep: int) -> None:
-        ran = _ran_again.get()
-        if ran is not None:
-            ran.append(self.mixer)
-
-        def cut(value: Any) -> Any:
-            if value is _CACHE:
-                return cache
-            if not isinstance(value, mx.array) or value.ndim < 2:
-                return value
-            return value[:, :keep] if value.shape[1] == self.width else value
-
-        self.mixer(
-            *(cut(value) for value in self.args),
-            **{name: cut(value) for name, value in self.kwargs.items()},
-        )
-
-
-def _first(kind: type, values: tuple[Any, ...]) -> Any:
-    return next((value for value in values if isinstance(value, kind)), None)
 
 
 def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -119,7 +55,7 @@ def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:
         if isinstance(value, _TAKES_NOTES):
             return value, value
         if isinstance(value, CacheList):
-            return _first(RecordingArraysCache, value.caches), value
+            return first_of(RecordingArraysCache, value.caches), value
     return None, None
 
 
@@ -137,13 +73,13 @@ def _recorded(
         cache, holder = _recording_cache(values)
         if cache is None:
             return kind.__call__(self, *args, **kwargs)
-        noted = tuple(_CACHE if v is holder else v for v in args)
-        named = {n: _CACHE if v is holder else v for n, v in kwargs.items()}
-        width = _first(mx.array, values).shape[1]
+        noted = tuple(CACHE if v is holder else v for v in args)
+        named = {n: CACHE if v is holder else v for n, v in kwargs.items()}
+        width = first_of(mx.array, values).shape[1]
         made = MixerCall(self, width, noted, named, recipe)
         with cache.record(made), noting(made.notes):
             result = (mixed or kind.__call__)(self, *args, **kwargs)
-        if recipe is not None and not (recipe.runs_again or recipe.complete(made)):
+        if recipe is not None and not (recipe.runs_again or made.complete):
             cache.written_unrecorded = True
         return result
 

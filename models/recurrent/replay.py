@@ -13,13 +13,15 @@ which are most of the weights that a decode step reads. But its states follow fr
     the last token ids           the ids                            a copy of n ids
 
 Everything here is lazy, and reads no weights except each head's decay and bias. If
-notes are not complete, they are not used, and the mixer runs again over its inputs.
-`recorder` and `call_notes` record the notes.
+notes are not complete, as those of a scan whose source is not known, they are not used,
+and the mixer runs again over its inputs. `recorder` and `call_notes` record the notes.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,31 +33,23 @@ from mlx_speculation.models.device_ops import Block
 
 # The notes of one call of a mixer: one value for each inner call, by the id of a part,
 # the name of a method or the name of the scan.
-Notes = Mapping[Any, list[Any]]
+Notes = dict[Any, list[Any]]
+
+# The mixers that ran again inside `noting_reruns`, in this thread.
+_ran_again: ContextVar[list[nn.Module] | None] = ContextVar("ran_again", default=None)
+
+CACHE = object()  # replaces the cache in recorded arguments, to avoid a cycle
 
 
-class NotedCall(Protocol):
-    """A call of a mixer, with its notes."""
-
-    @property
-    def mixer(self) -> nn.Module:
-        """The mixer."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Number of positions that the call processed."""
-        ...
-
-    @property
-    def inputs(self) -> mx.array:
-        """The first array among the mixer's arguments."""
-        ...
-
-    @property
-    def notes(self) -> Notes:
-        """The notes of the call."""
-        ...
+@contextmanager
+def noting_reruns() -> Iterator[list[nn.Module]]:
+    """Yield a list, to which each mixer that runs again inside the block is added."""
+    ran: list[nn.Module] = []
+    token = _ran_again.set(ran)
+    try:
+        yield ran
+    finally:
+        _ran_again.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +98,14 @@ class Recipe(Protocol):
         """Return whether the mixer may run again instead: it writes this cache only."""
         ...
 
-    def complete(self, call: NotedCall) -> bool:
-        """Return whether the notes have the expected number and sizes."""
-        ...
-
-    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+    def replay(self, call: "MixerCall", cache: ArraysCache, keep: int) -> None:
         """Change `cache` from the state before the call to the state after `keep`."""
         ...
+
+
+def first_of(kind: type, values: tuple[Any, ...]) -> Any:
+    """Return the first value of a kind; None: there is none."""
+    return next((value for value in values if isinstance(value, kind)), None)
 
 
 def part_of(mixer: nn.Module, path: str) -> Any:
@@ -121,10 +116,66 @@ def part_of(mixer: nn.Module, path: str) -> Any:
     return part
 
 
-def _only(call: NotedCall, key: Any) -> Any:
-    """Return the note of `key`; None: there is no note, or more than one."""
-    result = call.notes.get(key, ())
-    return result[0] if len(result) == 1 else None
+@dataclass(frozen=True, slots=True)
+class MixerCall:
+    """One call of a mixer: its arguments without the cache, and its notes."""
+
+    mixer: nn.Module
+    width: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    recipe: Recipe | None = None
+    notes: Notes = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> mx.array:
+        """The first array that the mixer was given."""
+        result: mx.array = first_of(mx.array, (*self.args, *self.kwargs.values()))
+        return result
+
+    @property
+    def complete(self) -> bool:
+        """Whether all calls that the recipe watches were noted."""
+        if self.recipe is None:
+            return False
+        watch = self.recipe.watch
+        once = [id(part_of(self.mixer, p)) for p in (*watch.inputs, *watch.outputs)]
+        once += [] if watch.scan is None else [watch.scan.name]
+        # A method is called with keys, and with values.
+        counts = {**dict.fromkeys(once, 1), **dict.fromkeys(watch.methods, 2)}
+        return all(len(self.notes.get(key, ())) == n for key, n in counts.items())
+
+    def note(self, path: str) -> Any:
+        """Return the note of the part at a path."""
+        return self.notes[id(part_of(self.mixer, path))][0]
+
+    def replay(self, cache: Any, keep: int) -> None:
+        """Change `cache` from the state before the call to the state after `keep` rows.
+
+        The state follows from the notes if they are complete. Otherwise the mixer runs
+        again over the first `keep` positions, and its output is not used.
+        """
+        if self.recipe is not None and self.complete:
+            self.recipe.replay(self, cache, keep)
+        else:
+            self._run_again(cache, keep)
+
+    def _run_again(self, cache: Any, keep: int) -> None:
+        ran = _ran_again.get()
+        if ran is not None:
+            ran.append(self.mixer)
+
+        def cut(value: Any) -> Any:
+            if value is CACHE:
+                return cache
+            if not isinstance(value, mx.array) or value.ndim < 2:
+                return value
+            return value[:, :keep] if value.shape[1] == self.width else value
+
+        self.mixer(
+            *(cut(value) for value in self.args),
+            **{name: cut(value) for name, value in self.kwargs.items()},
+        )
 
 
 @functools.cache
@@ -173,26 +224,11 @@ class ConvsAndScan:
         """The inputs of the convolutions, and the scan's arguments."""
         return Watch(inputs=tuple(self.convs), scan=self.scan)
 
-    def complete(self, call: NotedCall) -> bool:
-        """Check that convolutions got old and new rows, and the scan the new rows."""
-        for path in self.convs:
-            rows = _only(call, id(part_of(call.mixer, path)))
-            if rows is None or rows.ndim != 3 or rows.shape[1] <= call.width:
-                return False
-        if self.scan is None:
-            return True
-        noted: ScanCall | None = _only(call, self.scan.name)
-        if noted is None:
-            return False
-        given = noted.arguments()
-        rows = [(given.get(name), axis) for name, axis in self.scan.rows.items()]
-        return all(r is None or r.shape[axis] == call.width for r, axis in rows)
-
-    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+    def replay(self, call: MixerCall, cache: ArraysCache, keep: int) -> None:
         """Cut the convolutions' rows, and run the scan over its first `keep` rows."""
         lengths = None if cache.lengths is None else mx.minimum(cache.lengths, keep)
         for path, slot in self.convs.items():
-            rows = _only(call, id(part_of(call.mixer, path)))
+            rows = call.note(path)
             old = rows.shape[1] - call.width
             if lengths is not None and self.ends:
                 first = mx.maximum(lengths, 0)[:, None]
@@ -201,7 +237,7 @@ class ConvsAndScan:
             else:
                 cache[slot] = mx.contiguous(rows[:, keep : keep + old])
         if self.scan is not None:
-            self._scan(self.scan, _only(call, self.scan.name), cache, keep, lengths)
+            self._scan(self.scan, call.notes[self.scan.name][0], cache, keep, lengths)
         if self.advances:
             cache.advance(keep)
 
@@ -241,19 +277,10 @@ class RgLru:
         """The input of the convolution, and the result of the recurrence."""
         return Watch(inputs=("conv_1d",), outputs=("rg_lru",))
 
-    def complete(self, call: NotedCall) -> bool:
-        """Check that both notes have all rows, and that the convolution has a state."""
-        rows = _only(call, id(call.mixer.conv_1d))
-        result = _only(call, id(call.mixer.rg_lru))
-        if rows is None or result is None:
-            return False
-        whole: bool = rows.shape[1] == result[0].shape[1] == call.width
-        return whole and call.mixer.conv_1d.weight.shape[1] > 1
-
-    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+    def replay(self, call: MixerCall, cache: ArraysCache, keep: int) -> None:
         """Cut the convolution's rows, and take one row of the recurrence's output."""
-        rows = _only(call, id(call.mixer.conv_1d))[:, :keep]
-        states, _ = _only(call, id(call.mixer.rg_lru))
+        rows = call.note("conv_1d")[:, :keep]
+        states, _ = call.note("rg_lru")
         old = call.mixer.conv_1d.weight.shape[1] - 1
         if cache[0] is None:
             rows = mx.pad(rows, [(0, 0), (old, 0), (0, 0)])
@@ -278,13 +305,7 @@ class LastKeyAndValue:
         """The method that is called with the raw keys, then with the raw values."""
         return Watch(methods=(self.method,))
 
-    def complete(self, call: NotedCall) -> bool:
-        """Check that keys and values [batch, heads, positions, dim] are complete."""
-        result = call.notes.get(self.method, ())
-        sizes = [rows.shape[2] for rows in result]
-        return sizes == [call.width] * 2
-
-    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+    def replay(self, call: MixerCall, cache: ArraysCache, keep: int) -> None:
         """Take row `keep` - 1 of the keys and of the values."""
         for slot, rows in enumerate(call.notes[self.method]):
             cache[slot] = mx.contiguous(rows[:, :, keep - 1 : keep])
@@ -301,11 +322,7 @@ class TokenIds:
         """No calls: the ids are the mixer's input."""
         return Watch()
 
-    def complete(self, call: NotedCall) -> bool:
-        """Check that the ids are [batch, positions]."""
-        return call.inputs.ndim == 2
-
-    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+    def replay(self, call: MixerCall, cache: ArraysCache, keep: int) -> None:
         """Append the kept ids to the old ones, and take the last n - 1."""
         ids = call.inputs[:, :keep].astype(mx.int64)
         if cache[0] is not None:

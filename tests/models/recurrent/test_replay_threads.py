@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import Speculation, states
 from mlx_speculation.models import ModelHooks
-from mlx_speculation.models.recurrent.recorder import MixerCall
+from mlx_speculation.models.recurrent.replay import MixerCall
 from support.caches.cache_twins import assert_same, detached, read
 from support.covering import others_slow
 from support.models.recurrent_models import build_recurrent
