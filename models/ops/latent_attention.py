@@ -18,7 +18,6 @@ classes whose source has changed, keep mlx-lm's methods.
 import functools
 import importlib
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -99,17 +98,12 @@ def _attend(
 @functools.cache
 def _absorbing(kind: Any) -> type[nn.Module]:
     """Return a class that uses the method for one row in a round."""
-    original: FunctionType = kind.__call__
-    theirs = original.__globals__
-    name = "scaled_dot_product_attention"
-    again = made_again(original, {name: _attend})
+    again = made_again(kind.__call__, {"scaled_dot_product_attention": _attend})
 
     def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        current: Any = kind.__call__
         caches = [v for v in (*args, *kwargs.values()) if isinstance(v, KVCache)]
-        ours = current is original and theirs[name] is scaled_dot_product_attention
-        if not (in_round() and 1 < x.shape[1] <= MOST_ROWS and caches and ours):
-            return current(self, x, *args, **kwargs)
+        if not (in_round() and 1 < x.shape[1] <= MOST_ROWS and caches):
+            return kind.__call__(self, x, *args, **kwargs)
         latents = _Latents(self, caches[0])
 
         def swap(value: Any) -> Any:

@@ -4,7 +4,8 @@ The code of mlx-lm's layers calls attention and activations by global names. A h
 layer runs a copy of its code, in which these names are bound to the round ops of the
 room that serves this machine (`models.device_ops`). A round op checks its arguments,
 and calls the function that it replaces if it does not serve them. The original code
-runs outside of rounds, and if other code has rebound one of the names.
+runs outside of rounds. A name that other code has rebound before the hook was made gets
+no round op.
 """
 
 import functools
@@ -38,20 +39,15 @@ def _called(method: Any, round_ops: Mapping[str, RoundOp]) -> tuple[str, ...]:
 
 
 @functools.cache
-def _with_round_ops(kind: Any, room: DeviceOps) -> type[nn.Module]:
+def _with_round_ops(
+    kind: type[nn.Module], method: FunctionType, room: DeviceOps, names: tuple[str, ...]
+) -> type[nn.Module]:
     """Return a class whose `__call__` calls the round ops of a room during a round."""
-    original: FunctionType = kind.__call__
-    names = {name: room.round_ops[name] for name in _called(original, room.round_ops)}
-    means, device = original.__globals__, room.device
-    again = made_again(original, {name: each.ours for name, each in names.items()})
-    theirs = [(name, each.theirs) for name, each in names.items()]
+    again = made_again(method, {name: room.round_ops[name].ours for name in names})
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        current: Any = kind.__call__
-        ours = current is original and device_of_round() == device
-        for name, their in theirs:
-            ours = ours and means[name] is their
-        return (again if ours else current)(self, *args, **kwargs)
+        ours = device_of_round() == room.device
+        return (again if ours else method)(self, *args, **kwargs)
 
     return derived(kind, {"__call__": call})
 
@@ -83,5 +79,6 @@ def round_op_hooks(
     for _, module in model.named_modules():
         kind: Any = plain_class(module)
         known = (kind.__module__, kind.__name__) in but
-        if not known and _called(kind.__call__, room.round_ops):
-            yield module, Hook(_RANK, _with_round_ops, (room,))
+        names = _called(kind.__call__, room.round_ops)
+        if names and not known:
+            yield module, Hook(_RANK, _with_round_ops, (kind.__call__, room, names))

@@ -154,7 +154,6 @@ def test_what_somebody_else_put_there_is_called(
     called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build("llama")
-    recorders = ModelHooks(model)
     theirs: list[str] = []
 
     def other(gate: mx.array, x: mx.array) -> mx.array:
@@ -162,6 +161,7 @@ def test_what_somebody_else_put_there_is_called(
         return gate * x
 
     monkeypatch.setattr(llama, "swiglu", other)
+    recorders = ModelHooks(model)
     with rows_of_a_round():
         model(mx.array([ROWS]))
     recorders.remove()
