@@ -24,13 +24,9 @@ def native_caches(language_model: Any) -> list[Any]:
             whose source has changed.
     """
     make = getattr(language_model, "make_cache", None)
-    theirs = _plain(language_model) if make is None else make()
-    return [_native(place, cache) for place, cache in enumerate(theirs)]
-
-
-def _plain(language_model: Any) -> list[Any]:
-    """Return mlx-vlm's default caches, for a model that makes none itself."""
-    return [KVCache() for _ in language_model.layers]
+    if make is None:
+        return [KVCache() for _ in language_model.layers]
+    return [_native(place, cache) for place, cache in enumerate(make())]
 
 
 def _native(place: int, cache: Any) -> Any:
@@ -38,8 +34,7 @@ def _native(place: int, cache: Any) -> Any:
     kind: type = type(cache)
     if kind in (KVCache, RotatingKVCache):  # the model uses mlx-lm's itself
         return cache
-    known = kind.__module__ == HOME and kind.__name__ in CACHES
-    if not known:
+    if kind.__module__ != HOME or kind.__name__ not in CACHES:
         raise UnsupportedCacheError(
             f"The cache of layer {place} is a {kind.__module__}.{kind.__name__}, and "
             f"those of mlx-vlm that can be rolled back are {', '.join(CACHES)}. Take "

@@ -63,34 +63,8 @@ class RecurrentSlots:
     def __setitem__(self, slot: int, value: Any) -> None:
         self._cache[slot] = value
 
-    @property
-    def cache(self) -> list[Any]:
-        """The slots."""
-        result: list[Any] = self._cache.cache
-        return result
-
-    @property
-    def lengths(self) -> Any:
-        """Rows left for each sequence of a batch; None: one sequence."""
-        return self._cache.lengths
-
-    @property
-    def left_padding(self) -> Any:
-        """Padding of each sequence of a batch; None: no padding."""
-        return self._cache.left_padding
-
-    @property
-    def batch_size(self) -> int:
-        """The number of sequences."""
-        return int(self._cache.batch_size)
-
-    def advance(self, rows: int) -> None:
-        """Count rows that were processed."""
-        self._cache.advance(rows)
-
-    def make_mask(self, rows: int) -> Any:
-        """Return a mask for `rows` rows; None: all rows are seen."""
-        return self._cache.make_mask(rows)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)  # lengths, padding, masks
 
     def update_recurrent(
         self,
