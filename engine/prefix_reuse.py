@@ -92,7 +92,7 @@ class PrefixReuse:
         if due:
             with caches():
                 for points, lane in due:
-                    points.take(lane)
+                    points.take(lane.caches, lane.seen)
 
     def store(self, tokens: Sequence[int], *, ended: bool = True) -> None:
         """Store the rows of `tokens` that the lanes hold in the prefix cache.

@@ -6,19 +6,12 @@ In a prompt this happens at multiples of `every`, which other prompts share, and
 places where later prompts are likely to differ.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.caches import Point, PrefixCache, snapshot
-
-
-class HasCaches(Protocol):
-    """The part of a lane that restore points need."""
-
-    caches: list[Any]
-    seen: int
 
 
 class RestorePoints:
@@ -42,16 +35,16 @@ class RestorePoints:
         self.hidden: Callable[[], mx.array | None] = lambda: None
         self.running = cache.running_points()
 
-    def next_chunk(self, lane: HasCaches, step: int) -> int:
+    def next_chunk(self, seen: int, step: int) -> int:
         """Return how many tokens to feed up to the next point, at most `step`."""
-        later = (place - lane.seen for place in self._places if place > lane.seen)
-        return min(step, self._every - lane.seen % self._every, next(later, step))
+        later = (place - seen for place in self._places if place > seen)
+        return min(step, self._every - seen % self._every, next(later, step))
 
-    def take(self, lane: HasCaches) -> None:
-        """Save the states at the lane's position. Its tokens have to be committed."""
-        point = snapshot(lane.caches, lane.seen, lane.seen)
-        self._cache.take(self.running, Point(lane.seen, point, self.hidden()))
-        self._last = lane.seen
+    def take(self, caches: Sequence[Any], seen: int) -> None:
+        """Save the states after `seen` tokens, which have to be committed."""
+        point = snapshot(caches, seen, seen)
+        self._cache.take(self.running, Point(seen, point, self.hidden()))
+        self._last = seen
 
     def due(self, seen: int, reach: int) -> bool:
         """Return whether a point has to be taken before a round of `reach` tokens.

@@ -218,7 +218,8 @@ class Lane(RequestLane):
         check_positions(len(tokens), self._unknown + self.seen, self.positions)
         start, step = 0, step or self.prefill_step
         while start < len(tokens):
-            width = step if self.points is None else self.points.next_chunk(self, step)
+            points = self.points
+            width = step if points is None else points.next_chunk(self.seen, step)
             if self.shape is not None:
                 width = min(width, self.room)
             chunk = tokens[start : start + width]
@@ -237,8 +238,8 @@ class Lane(RequestLane):
                 each(chunk, lane_round.hidden)
             if self.follower is not None:
                 self.follower.chunk_done()
-            if self.points is not None:
-                self.points.take(self)
+            if points is not None:
+                points.take(self.caches, self.seen)
             if len(chunk) > 1 and self.shape is None:  # chunks of exact mode are short
                 mx.clear_cache()
             if self.prefill_progress is not None:

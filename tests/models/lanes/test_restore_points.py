@@ -37,12 +37,12 @@ def test_no_two_points_are_further_apart_than_said(
 ) -> None:
     lane, points = Caches(), RestorePoints(PrefixCache(1 << 30, every=every))
     while lane.seen < prompt:
-        lane.feed(min(points.next_chunk(lane, 12), prompt - lane.seen))
-        points.take(lane)
+        lane.feed(min(points.next_chunk(lane.seen, 12), prompt - lane.seen))
+        points.take(lane.caches, lane.seen)
     for width in rounds:
         lane.feed(width)
         if points.due(lane.seen, REACH):
-            points.take(lane)
+            points.take(lane.caches, lane.seen)
     places = [0, *(point.stop for point in points.running.taken), lane.seen]
     assert places == sorted(places)
     pairs = pairwise(places)
@@ -54,6 +54,6 @@ def test_points_are_thinned_out_where_there_are_too_many_bytes() -> None:
     lane, points = Caches(), RestorePoints(PrefixCache(200, every=1))
     for _ in range(9):
         lane.feed(1)
-        points.take(lane)
+        points.take(lane.caches, lane.seen)
     assert sum(point.nbytes for point in points.running.taken) <= 200
     assert [point.stop for point in points.running.taken] == [1, 5, 9]
