@@ -13,7 +13,7 @@ embeds every id.
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -127,28 +127,18 @@ def sliced(layer: nn.Module, ids: mx.array) -> nn.Module:
     Raises:
         TypeError: the layer is of another kind.
     """
-    kind = plain_class(layer)
-    copied: Any = layer
-    result: Any
-    names = ["weight", "bias"]
+    kind, copied = plain_class(layer), cast(Any, layer)
+    made: nn.Module = nn.Linear(1, 1)
     if kind in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-        result = nn.QuantizedLinear(64, 1, group_size=64, bits=4)
-        result.group_size, result.bits, result.mode = (
-            copied.group_size,
-            copied.bits,
-            copied.mode,
-        )
-        names += ["scales", "biases"]
-    elif kind in (nn.Linear, nn.Embedding):
-        result = nn.Linear(1, 1)
-    else:
+        form = (copied.group_size, copied.bits, copied.mode)
+        made = nn.QuantizedLinear(512, 1, True, *form)
+    elif kind not in (nn.Linear, nn.Embedding):
         raise TypeError(f"its output layer is a {kind.__name__}")
-    for name in names:
+    for name in ("weight", "bias", "scales", "biases"):
         rows = copied.get(name)
         if rows is None:
-            result.pop(name, None)
+            made.pop(name, None)
         else:
-            result[name] = rows[ids]
-    mx.eval(result.parameters())
-    made: nn.Module = result
+            made[name] = rows[ids]
+    mx.eval(made.parameters())
     return made
