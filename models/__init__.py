@@ -19,7 +19,7 @@ from mlx_speculation.models.introspect.position_table import (
 from mlx_speculation.models.introspect.reduced_output import ReducedEnds, ReducedOutput
 from mlx_speculation.models.introspect.taps import States
 from mlx_speculation.models.lanes.base import RequestLane, RequestRound
-from mlx_speculation.models.lanes.batch import BatchLane, BatchRound
+from mlx_speculation.models.lanes.batch import BatchLane
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.draft_tree import (
     TreeForward,
@@ -79,7 +79,6 @@ __all__ = [
     "PART_SIZES",
     "PREFILL_STEP",
     "BatchLane",
-    "BatchRound",
     "CommittedStates",
     "CompiledForward",
     "Group",

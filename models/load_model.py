@@ -1,8 +1,7 @@
 """Models and tokenizers, loaded and run with mlx-lm, ready for this machine."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,6 +53,7 @@ _DRAFTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "an EAGLE-3 head": is_eagle,
     "a Gemma 4 assistant": is_assistant,
 }
+wired = wired_limit  # a context; does nothing on devices that page no memory
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
 
 
@@ -261,16 +261,6 @@ def _load_trunk(
         )
     model.__class__ = plain_class(model)
     return model, config
-
-
-@contextmanager
-def wired(model: nn.Module) -> Iterator[None]:
-    """Keep the model's weights wired on devices that page memory, as mlx-lm does.
-
-    On other devices, such as a CPU, this does nothing.
-    """
-    with wired_limit(model):
-        yield
 
 
 def mlx_lm_speed(model: nn.Module, prompt: Sequence[int], tokens: int) -> float:

@@ -20,7 +20,7 @@ from mlx_speculation.caches.snapshots.per_kind import arrays_of
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.detokenizer import ChunkQueue
 from mlx_speculation.engine.result import Result
-from mlx_speculation.models import BatchRound
+from mlx_speculation.models.lanes.batch import BatchRound
 from support.covering import covering
 from support.drafters.batches import SAMPLINGS, Bench, bench
 from support.identity import ROUNDING, prompt_of
