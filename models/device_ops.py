@@ -7,7 +7,7 @@ machine, mlx's own operations run, and the text is the same.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,7 +30,6 @@ class RoundOp(NamedTuple):
     within: frozenset[str] = frozenset()
 
 
-@runtime_checkable
 class Block(Protocol):
     """The result of a scan over a block of rows."""
 
@@ -47,7 +46,6 @@ class Block(Protocol):
 RunBlock = Callable[..., Block]
 
 
-@runtime_checkable
 class CompiledForward(Protocol):
     """The compiled forward of one draft model."""
 

@@ -38,15 +38,6 @@ from mlx_speculation.models.vision.vision_target import VisionTarget
 
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _OTHER_PARTS = ("audio", "input_audio", "video", "video_url")
-# Keywords of `apply_chat_template` itself.
-_OF_RENDERING = (
-    "chat_template",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "documents",
-)
 
 
 def load_vision(
@@ -180,7 +171,7 @@ class Processor:
             if not isinstance(prompt, str):
                 _check_parts(prompt, len(images))
                 prompt = apply_chat_template(
-                    _Templates(self._processor),
+                    self._processor,
                     self._config,
                     [dict(message) for message in prompt],
                     num_images=len(images),
@@ -255,31 +246,6 @@ def _all_text(values: list[Any]) -> bool:
 def _holds_arrays(value: Any) -> bool:
     nested = isinstance(value, list) and any(_holds_arrays(each) for each in value)
     return nested or hasattr(value, "shape")
-
-
-class _Templates:
-    """A processor that passes its chat template only the keywords that this reads.
-
-    mlx-vlm always passes `enable_thinking`. transformers takes a keyword that the
-    template does not read for one of the tokenizer, and warns of it.
-    """
-
-    def __init__(self, processor: Any) -> None:
-        self._processor = processor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._processor, name)
-
-    def apply_chat_template(self, messages: Any, **keywords: Any) -> Any:
-        """Render messages with the processor's chat template."""
-        text = keywords.get("chat_template") or self._processor.chat_template
-        if isinstance(text, str):
-            keywords = {
-                name: value
-                for name, value in keywords.items()
-                if name in _OF_RENDERING or name in text
-            }
-        return self._processor.apply_chat_template(messages, **keywords)
 
 
 def _are_messages(prompt: Any) -> bool:

@@ -8,7 +8,7 @@ the last one. A `VisionTarget` keeps no state of a request.
 import importlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,20 +21,8 @@ from mlx_speculation.models.vision.image_prompt import SLOT, ImagePrompt
 from mlx_speculation.models.vision.native_caches import native_caches
 from mlx_speculation.models.vision.recurrent_slots import with_slots
 
-
-@runtime_checkable
-class MakesPrompts(Protocol):
-    """Makes prompts from a user's text and images."""
-
-    def prompt(
-        self, prompt: Any, images: Sequence[Any], template: Mapping[str, Any]
-    ) -> ImagePrompt:
-        """Return a prompt with images; `template` has keywords for messages.
-
-        Raises:
-            InvalidRequestError: an image or the prompt cannot be read.
-        """
-        ...
+if TYPE_CHECKING:
+    from mlx_speculation.models.vision.load import Processor
 
 
 class VisionTarget(nn.Module):
@@ -55,7 +43,7 @@ class VisionTarget(nn.Module):
         UnsupportedCacheError: the model has caches of an unknown kind.
     """
 
-    def __init__(self, vlm: nn.Module, processor: MakesPrompts | None = None) -> None:
+    def __init__(self, vlm: nn.Module, processor: "Processor | None" = None) -> None:
         super().__init__()
         self.family: Family = family_of(vlm)
         self.vlm = vlm

@@ -6,7 +6,6 @@ prompt itself. Families without a processor are in test_vision_families alone.
 
 import atexit
 import io
-import logging
 import shutil
 from functools import cache
 from importlib.util import find_spec
@@ -186,20 +185,3 @@ def test_what_transformers_writes_of_a_processor_is_read(
     asking = [user_turn("What is it?", len(images))]
     result = again.generate(asking, images=images, **options())
     assert result.tokens == tokens(name, prompt_of(name, asking, images))
-
-
-@pytest.mark.parametrize("name", others_slow(PROCESSORS, ("qwen3_vl",)))
-def test_a_request_logs_no_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    target = loaded(name)[0]
-    # The first request loads the processor, whose notices are about the tiny folder.
-    target.image_prompt([user_turn("What?", 1)], pictures(name, "small"), {})
-    caplog.clear()
-    logger = logging.getLogger("transformers")  # does not propagate to the root
-    logger.addHandler(caplog.handler)
-    try:
-        for more in ({}, {"enable_thinking": False}):
-            target.image_prompt([user_turn("What?", 1)], pictures(name, "small"), more)
-    finally:
-        logger.removeHandler(caplog.handler)
-    warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
-    assert [each.getMessage() for each in warnings] == []
