@@ -82,11 +82,9 @@ def weight_bytes(module: nn.Module) -> int:
 
 def _group_size(layer: Any) -> int | None:
     """Return the group size that fits a layer; None: it cannot be quantized."""
-    return next((size for size in GROUP_SIZES if _fits(layer, size)), None)
-
-
-def _fits(layer: Any, size: int) -> bool:
-    return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % size == 0
+    if not hasattr(layer, "to_quantized"):
+        return None
+    return next((n for n in GROUP_SIZES if layer.weight.shape[-1] % n == 0), None)
 
 
 def runs_on_linux_cpu() -> bool:

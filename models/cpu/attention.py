@@ -9,7 +9,6 @@ model have many rows, which go block by block: the results of a block stay in th
 processor's caches, and with a causal mask a block omits keys that none of its rows see.
 """
 
-from threading import local
 from typing import Any
 
 import mlx.core as mx
@@ -19,24 +18,6 @@ from mlx_speculation.models.cpu.exp import exponentials
 # Blocks of 32 to 128 rows take the same time, of 256 up to a fifth more.
 ROWS_AT_ONCE = 64
 _LOWEST = -3.4028234663852886e38  # of float32; mlx's score where a bool mask is False
-
-
-class _LastMask(local):
-    """The last causal mask of this thread, which all layers of a forward share."""
-
-    shape: tuple[int, int] | None = None
-    mask: Any = None
-
-    def of(self, rows: int, count: int) -> mx.array:
-        """Return bool [rows, count]; the last row sees all of `count` keys."""
-        if self.shape != (rows, count):
-            self.mask = mx.tri(rows, count, k=count - rows, dtype=mx.bool_)
-            self.shape = (rows, count)
-        result: mx.array = self.mask
-        return result
-
-
-_causal = _LastMask()
 
 
 def attention(
@@ -88,7 +69,7 @@ def _block(
     if mask is not None:
         scores = scores.reshape(batch, heads, rows, count)
         if isinstance(mask, str):
-            mask = _causal.of(rows, count)
+            mask = mx.tri(rows, count, k=count - rows, dtype=mx.bool_)
         if mask.dtype == mx.bool_:
             scores = mx.where(mask, scores, _LOWEST)
         else:

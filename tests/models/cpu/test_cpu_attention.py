@@ -1,6 +1,5 @@
 """Attention by matrix products equals mlx's own, over shapes and masks."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -8,7 +7,6 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlx_speculation.models.cpu import attention as blas_attention
 from mlx_speculation.models.cpu.attention import attention
 
 
@@ -81,11 +79,3 @@ def test_a_value_that_is_no_number_is_felt() -> None:
         bad[..., 1, :] = float("nan")
         values = keys if bad is keys else bad
         assert mx.isnan(attention(queries, keys, values, 1.0, "causal")).all()
-
-
-def test_threads_do_not_share_a_mask() -> None:
-    """A thread does not see the mask that another thread has kept."""
-    assert blas_attention._causal.of(3, 9).shape == (3, 9)
-    with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(lambda: blas_attention._causal.shape).result()
-    assert result is None
