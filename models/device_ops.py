@@ -26,8 +26,6 @@ class RoundOp(NamedTuple):
     # If the value is a module: code is changed only if it uses one of these names of
     # the module; empty: any code
     parts: frozenset[str] = frozenset()
-    # Names on the path from the module to `parts`, if they are not at its top
-    within: frozenset[str] = frozenset()
 
 
 class Block(Protocol):

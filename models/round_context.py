@@ -38,13 +38,11 @@ class Forward:
         kept: by the id of a layer: its expected input, its product with that input, and
             a function to call if no layer takes the product.
         masks: by key, a mask and the padded mask that was made from it.
-        tokens: the number of tokens of the forward, of all rows together.
     """
 
-    __slots__ = ("kept", "masks", "tokens")
+    __slots__ = ("kept", "masks")
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self) -> None:
         self.kept: dict[int, tuple[mx.array, mx.array, Callable[[], None]]] = {}
         self.masks: dict[tuple[int, ...], tuple[Any, mx.array]] = {}
 
@@ -102,14 +100,13 @@ def _device_here() -> Device | None:
 
 
 @contextmanager
-def rows_of_a_round(tokens: int = 1, part: int = 0) -> Iterator[None]:
+def rows_of_a_round(part: int = 0) -> Iterator[None]:
     """Inside the block, layers of this thread use implementations for few rows.
 
     Args:
-        tokens: the number of tokens of the forward; some implementations are for few.
         part: the number of layers that are submitted at once; 0: all of them.
     """
-    forward = Forward(tokens)
+    forward = Forward()
     token, device = _in_round.set(True), _device.set(_device_here())
     before, parts = _forward.set(forward), _parts.set([part, 0] if part else None)
     try:

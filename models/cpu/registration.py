@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from mlx_speculation.models.cpu import attention, exp, norm_rope
+from mlx_speculation.models.cpu import attention, exp
 from mlx_speculation.models.cpu.compiled_draft import compiled_steps
 from mlx_speculation.models.device_ops import DeviceOps, RoundOp
 from mlx_speculation.models.round_context import device_of_round, x86_serves
@@ -27,7 +27,6 @@ def serves() -> bool:
     if not x86_serves():
         return False
     exp.compile_here()
-    norm_rope.compile_here()
     return True
 
 
@@ -67,11 +66,6 @@ def _for_many(
     return call
 
 
-def _with(module: Any, **parts: Any) -> Any:
-    """Return a namespace with the names of a module, some of them replaced."""
-    return SimpleNamespace(**{**vars(module), **parts})
-
-
 def _precise_swiglu(_: mx.array, gate: mx.array, x: mx.array) -> mx.array:
     return exp.swiglu(gate, x)
 
@@ -82,18 +76,11 @@ def _round_ops() -> dict[str, RoundOp]:
         name: _for_many(getattr(exp, name), getattr(nn, name))
         for name in ("silu", "gelu_approx")
     }
-    fast = _with(mx.fast, rope=norm_rope.rope, rms_norm=norm_rope.rms_norm)
     return {
         "scaled_dot_product_attention": RoundOp(scaled_dot_product_attention, attend),
         "swiglu": RoundOp(swiglu, _for_many(exp.swiglu, swiglu)),
         "precise_swiglu": RoundOp(precise, _for_many(_precise_swiglu, precise)),
-        "nn": RoundOp(nn, _with(nn, **of_nn), frozenset(of_nn)),
-        "mx": RoundOp(
-            mx,
-            _with(mx, fast=fast),
-            frozenset({"rope", "rms_norm"}),
-            within=frozenset({"fast"}),
-        ),
+        "nn": RoundOp(nn, SimpleNamespace(**{**vars(nn), **of_nn}), frozenset(of_nn)),
     }
 
 

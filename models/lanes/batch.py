@@ -225,7 +225,7 @@ class BatchRound(RequestRound):
         with ExitStack() as stack:
             if self._taps is not None:
                 stack.enter_context(self._taps.collect(self._hidden))
-            stack.enter_context(rows_of_a_round(tokens.size, lane.part))
+            stack.enter_context(rows_of_a_round(lane.part))
             if self._whole:
                 stack.enter_context(plain_step(tokens.size))
             logits: mx.array = lane.model(tokens, cache=self.speculation.caches)

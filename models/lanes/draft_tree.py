@@ -221,7 +221,7 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
         caches = with_slack(make_prompt_cache(model))
         model(mx.array([known[:-1]]), cache=caches)
         branching = nullcontext() if tree is None else tree_forward(tree)
-        with Speculation(caches) as opened, rows_of_a_round(len(tokens)), branching:
+        with Speculation(caches) as opened, rows_of_a_round(), branching:
             logits = forward(mx.array([[known[-1], *tokens]]), cache=opened.caches)
             mx.eval(logits)
         half = logits.dtype != mx.float32

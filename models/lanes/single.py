@@ -301,7 +301,7 @@ class LaneRound(RequestRound):
             logits = lane.compiled.forward(tokens, lane.caches)[None]
         else:
             whole = self._whole and not lane.is_draft  # plain step or part of a prompt
-            way: Any = plain_step(n) if whole else rows_of_a_round(n, lane.part)
+            way: Any = plain_step(n) if whole else rows_of_a_round(lane.part)
             taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
             with taps, way:
                 logits = lane.run(tokens[None], cache=self.speculation.caches)

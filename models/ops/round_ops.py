@@ -33,7 +33,6 @@ def _called(method: Any, round_ops: Mapping[str, RoundOp]) -> tuple[str, ...]:
         for name, op in round_ops.items()
         if name in names
         and method.__globals__.get(name) is op.theirs
-        and op.within <= names
         and (not op.parts or op.parts & names)
     )
 

@@ -42,7 +42,7 @@ def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     caches: list[Any] = with_slack(make_prompt_cache(model))
     for start in range(0, len(tokens), PREFILL):
         chunk = list(tokens[start : start + PREFILL])
-        with rows_of_a_round(len(chunk)):
+        with rows_of_a_round():
             model(mx.array([chunk]), cache=caches)
         mx.eval(states(caches))
     return caches
@@ -61,7 +61,7 @@ def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Ste
     def step(tokens: mx.array) -> mx.array:
         logits: mx.array
         if tokens.shape[1] > 1:
-            ways = rows_of_a_round(tokens.size)
+            ways = rows_of_a_round()
             with Speculation(caches) as speculation, ways:
                 logits = model(tokens, cache=speculation.caches)
         else:
