@@ -13,36 +13,20 @@ import hashlib
 import inspect
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
-    """One object of mlx-lm that is relied on."""
-
-    module: str  # the module that defines it
-    name: str  # its name in the module, with dots inside classes
-    used_by: str  # the file of this package that relies on it
-    reason: str  # the property that has to stay true
-    sha256: str  # the digest of its source text, without decorators
-
-
-def _read() -> tuple[str, tuple[Touch, ...]]:
-    """Return the version of mlx-lm that the list is for, and the list."""
-    text = Path(__file__).with_name("mlx_lm_touches.toml").read_text(encoding="utf-8")
-    table = tomllib.loads(text)  # refuses duplicate names
-    version = table.pop("mlx_lm_version")
-    return version, tuple(
-        Touch(module, name, **fields)
-        for module, names in table.items()
-        for name, fields in names.items()
-    )
-
-
-MLX_LM_VERSION, TOUCHES = _read()
-DIGESTS = {(touch.module, touch.name): touch.sha256 for touch in TOUCHES}
+_LIST = Path(__file__).with_name("mlx_lm_touches.toml")
+TOUCHES: dict[str, Any] = tomllib.loads(_LIST.read_text(encoding="utf-8"))
+MLX_LM_VERSION: str = TOUCHES.pop("mlx_lm_version")
+# (module, name in it, with dots inside classes) -> digest
+DIGESTS: dict[tuple[str, str], str] = {
+    (module, name): fields["sha256"]
+    for module, names in TOUCHES.items()
+    for name, fields in names.items()
+}
 
 
 def is_known(value: object) -> bool:

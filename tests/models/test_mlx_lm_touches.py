@@ -15,7 +15,7 @@ from typing import Any
 import mlx_lm
 
 from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
-from mlx_speculation.models.source_digests import MLX_LM_VERSION, TOUCHES, Touch
+from mlx_speculation.models.source_digests import MLX_LM_VERSION, TOUCHES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("caches", "models")
@@ -38,15 +38,17 @@ def parsed(module: str) -> tuple[list[str], ast.Module]:
     return text.split("\n"), ast.parse(text)
 
 
-def source_text(touch: Touch) -> str:
+# (module, name, fields) of each object.
+LISTED = [(m, n, fields) for m, names in TOUCHES.items() for n, fields in names.items()]
+
+
+def source_text(module: str, name: str) -> str:
     """Return the source of an object; inspect fails to find decorated functions."""
-    lines, tree = parsed(touch.module)
+    lines, tree = parsed(module)
     node: Any = tree
-    for part in touch.name.split("."):
+    for part in name.split("."):
         definitions = [n for n in node.body if getattr(n, "name", None) == part]
-        assert definitions, (
-            f"{touch.module} has no {touch.name}: read {touch.used_by} again"
-        )
+        assert definitions, f"{module} has no {name}: read what is used_by it again"
         node = definitions[0]
     segment = lines[node.lineno - 1 : node.end_lineno]
     segment[-1] = segment[-1].encode()[: node.end_col_offset].decode()
@@ -55,25 +57,25 @@ def source_text(touch: Touch) -> str:
 
 def test_mlx_lm_is_as_it_was_read() -> None:
     changed = []
-    for touch in TOUCHES:
-        digest = hashlib.sha256(source_text(touch).encode()).hexdigest()
-        if digest != touch.sha256:
+    for module, name, fields in LISTED:
+        digest = hashlib.sha256(source_text(module, name).encode()).hexdigest()
+        if digest != fields["sha256"]:
             changed.append(
-                f"{touch.module}.{touch.name} is not what was read of mlx-lm "
-                f"{MLX_LM_VERSION} ({mlx_lm.__version__} is here). {touch.used_by} "
-                f"relies on this: {touch.reason}. Read the new source, run the tests "
-                f"of that folder, and then set sha256 to {digest}."
+                f"{module}.{name} is not what was read of mlx-lm {MLX_LM_VERSION} "
+                f"({mlx_lm.__version__} is here). {fields['used_by']} relies on this: "
+                f"{fields['reason']}. Read the new source, run the tests of that "
+                f"folder, and then set sha256 to {digest}."
             )
     assert not changed, "\n".join(changed)
 
 
 def test_each_file_that_relies_on_something_exists() -> None:
-    assert TOUCHES
-    assert not [touch for touch in TOUCHES if not (ROOT / touch.used_by).is_file()]
+    assert LISTED
+    assert not [f for _, _, f in LISTED if not (ROOT / f["used_by"]).is_file()]
 
 
 def test_each_replayable_mixer_is_listed() -> None:
-    names = {(touch.module, touch.name) for touch in TOUCHES}
+    names = {(module, name) for module, name, _ in LISTED}
     relied_on = {place for mixer in MIXERS.values() for place in mixer.relies_on}
     assert names >= set(MIXERS) | set(COMPRESSORS) | relied_on
 

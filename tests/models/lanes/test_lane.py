@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models import Lane, ModelHooks
-from mlx_speculation.models.recurrent.replay import ConvsAndScan
+from mlx_speculation.models.recurrent.replay import MixerCall
 from support.caches.cache_twins import assert_same, detached, read
 from support.models.tiny_models import build
 
@@ -91,7 +91,7 @@ def test_mixers_that_run_again_are_counted(
         lane = Lane(model)
         lane.feed(TOKENS[:20])
         if ruined:
-            monkeypatch.setattr(ConvsAndScan, "complete", lambda *args: False)
+            monkeypatch.setattr(MixerCall, "complete", False)
         with lane.begin() as lane_round:
             lane_round.forward(mx.array(TOKENS[20:25]))
             if prepared:
