@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-
 _LIST = Path(__file__).with_name("mlx_lm_touches.toml")
 TOUCHES: dict[str, Any] = tomllib.loads(_LIST.read_text(encoding="utf-8"))
 MLX_LM_VERSION: str = TOUCHES.pop("mlx_lm_version")

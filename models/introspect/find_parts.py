@@ -8,11 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_speculation.models.instance_hooks import Hooked
 from mlx_speculation.models.introspect.parts import Parts
-from mlx_speculation.models.introspect.substitute import tail_of
 from mlx_speculation.models.introspect.trace import ModuleCall, Trace, trace
-from mlx_speculation.models.observer import OBSERVED, first_array
+from mlx_speculation.models.observer import first_array
 
 Found = TypeVar("Found")
 
@@ -33,8 +31,7 @@ class _End:
 def find_parts(model: nn.Module) -> Parts:
     """Find the parts of a model.
 
-    Builds one forward of two tokens with new caches, and does not evaluate it. If the
-    final norm has no weights, this norm is evaluated.
+    Builds one forward of two tokens with new caches, and does not evaluate it.
     """
     traced = trace(model)
     members = list(getattr(model, "layers", None) or [])
@@ -48,7 +45,7 @@ def find_parts(model: nn.Module) -> Parts:
             missing[name] = str(reason)
             return None
 
-    end = attempt("norm", lambda: _end(model, traced, runs))
+    end = attempt("norm", lambda: _end(traced, runs))
     layers = attempt("layers", lambda: _layers(traced, members, runs, end))
     entry = attempt("entry", lambda: _entry(runs, end))
     embedding = attempt("embedding", lambda: _embedding(traced, runs, end))
@@ -70,12 +67,12 @@ def find_parts(model: nn.Module) -> Parts:
     )
 
 
-def _end(model: nn.Module, traced: Trace, runs: list[ModuleCall]) -> _End:
+def _end(traced: Trace, runs: list[ModuleCall]) -> _End:
     """Return the final norm, the trunk and the input of the head."""
     last = runs[-1].stop if runs else 0
     norms = [call for call in traced.calls if call.start > last and _is_norm(call)]
     if not norms:
-        return _weightless(model, traced, runs)
+        return _weightless(traced, runs)
     norm = norms[-1]
     trunk = _returning(traced, norm)
     read = any(_to_logits(traced, call, norm.result) for call in traced.calls)
@@ -110,43 +107,21 @@ def _to_logits(traced: Trace, call: ModuleCall, hidden: mx.array) -> bool:
     return call.result.shape == traced.logits.shape
 
 
-def _weightless(model: nn.Module, traced: Trace, runs: list[ModuleCall]) -> _End:
-    """Return the end of a trunk whose final norm is no module."""
+def _weightless(traced: Trace, runs: list[ModuleCall]) -> _End:
+    """Return the end of a trunk whose final norm is no module: after its last layer."""
     owner = runs[-1].caller if runs else None
     if owner is None or owner is traced.calls[0]:
         raise _MissingError(
             "no call of a norm was found after the last of model.layers, and no "
             "module around the layers."
         )
-    layer, hidden = runs[-1], owner.result
+    hidden = owner.result
     if not traced.is_hidden(hidden) or hidden is traced.logits:
         raise _MissingError(
             "no call of a norm was found after the last of model.layers, and what "
             f"the {type(owner.module).__name__} around them returns is no hidden state."
         )
-    if not _only_normalises(model, layer.module, owner.module, hidden.shape[-1]):
-        raise _MissingError(
-            "no call of a norm was found after the last of model.layers, and the "
-            f"{type(owner.module).__name__} around them does not just norm."
-        )
     return _End(None, owner, hidden)
-
-
-def _only_normalises(
-    model: nn.Module, layer: nn.Module, trunk: nn.Module, dim: int
-) -> bool:
-    """Return whether a trunk scales the result of its last layer to an RMS of 1."""
-    hidden = 3 * mx.random.normal((1, 4, dim), key=mx.random.key(0))
-    hooked = Hooked([(layer, OBSERVED), (trunk, OBSERVED)])
-    try:
-        result = tail_of(model, layer, trunk, hidden)
-    finally:
-        hooked.remove()
-    expected = hidden * mx.rsqrt(mx.mean(hidden**2, axis=-1, keepdims=True))
-    if result.shape != expected.shape:
-        return False
-    # The norm's epsilon is unknown, and 16 bit types round by up to a hundredth.
-    return float(mx.abs(result - expected).max()) < 0.03
 
 
 def _layers(

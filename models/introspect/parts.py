@@ -7,8 +7,8 @@ models in wrappers and future families are covered:
                  layer before it; the final norm is called with that of the last
     norm         the last call, after the layers, of a module whose parameters are
                  vectors of the hidden size. A module around it returns its result, or
-                 the head is called with it. If there is none: a norm without weights,
-                 between the last layer and the end of the trunk
+                 the head is called with it. If there is none: what the trunk does
+                 after the last layer, such as a norm without weights
     trunk        the outermost module, except the model, that returns the result of the
                  final norm (without such a norm: the module that runs the layers). All
                  later operations are the head

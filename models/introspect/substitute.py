@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import UnsupportedModelError
-from mlx_speculation.models.introspect.trace import Trace
 from mlx_speculation.models.observer import Observer, first_array, observing
 
 
@@ -51,7 +50,8 @@ def logits_of(
     others = () if also is None else (also,)
     with observing(instead, *others, alone=True):
         logits: mx.array = model(mx.zeros(result.shape[:2], mx.int32))
-    _check(instead.given, model, module)
+    if not instead.given:
+        raise _changed(model, module)
     return logits
 
 
@@ -70,32 +70,6 @@ def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
         result: mx.array = reached.args[0]
         return result
     raise _changed(model, module)
-
-
-def tail_of(
-    model: nn.Module, layer: nn.Module, trunk: nn.Module, hidden: mx.array
-) -> mx.array:
-    """Return the result of a trunk whose last layer returns `hidden`.
-
-    Args:
-        model: the model; both modules are observed.
-        layer: the last decoder layer.
-        trunk: the module that runs the layers.
-        hidden: [batch, positions, dim]
-    """
-    ids = mx.zeros(hidden.shape[:2], mx.int32)
-    instead, seen = _Instead(layer, hidden), Trace(ids)
-    with observing(instead, seen, alone=True):
-        model(ids)
-    calls = seen.of([trunk])
-    _check(instead.given and bool(calls), model, trunk)
-    result: mx.array = calls[-1].result
-    return result
-
-
-def _check(called: bool, model: nn.Module, module: nn.Module) -> None:
-    if not called:
-        raise _changed(model, module)
 
 
 def _changed(model: nn.Module, module: nn.Module) -> UnsupportedModelError:

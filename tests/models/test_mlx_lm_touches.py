@@ -48,7 +48,7 @@ def source_text(module: str, name: str) -> str:
     node: Any = tree
     for part in name.split("."):
         definitions = [n for n in node.body if getattr(n, "name", None) == part]
-        assert definitions, f"{module} has no {name}: read what is used_by it again"
+        assert definitions, f"{module} has no {name}: read again what relies on it"
         node = definitions[0]
     segment = lines[node.lineno - 1 : node.end_lineno]
     segment[-1] = segment[-1].encode()[: node.end_col_offset].decode()

@@ -133,22 +133,28 @@ def test_layers_that_return_two_states_are_refused() -> None:
     HiddenStates(model, before_norm=True, after_norm=True).remove()
 
 
-def test_a_norm_that_mixes_is_not_taken_for_one() -> None:
-    model = build("llama", layers=4)
-    model.model.norm = nn.Linear(64, 64, bias=False)
-    parts = refused(model, "its norm: no call of a norm was .* does not just norm")
-    assert set(parts.missing) == {"norm", "layers", "entry", "embedding"}
-
-
-def test_a_norm_without_weights_is_found_by_what_it_does() -> None:
+def test_what_the_trunk_does_after_the_last_layer_is_its_norm_without_weights() -> None:
     model = build("llama", layers=4)
     model.model.norm = nn.Identity()
     altered(model.model.norm, lambda self, x: mx.fast.rms_norm(x, None, 1e-5))
-    assert find_parts(model).missing == {}
-    altered(model.model.norm, lambda self, x: mx.fast.layer_norm(x, None, None, 1e-5))
-    refused(model, "does not just norm")
-    altered(model.model.norm, lambda self, x: x)
-    refused(model, "does not just norm")
+    parts = find_parts(model)
+    assert (parts.norm, parts.trunk, parts.missing) == (None, model.model, {})
+
+
+def test_a_model_without_a_norm_and_without_a_trunk_is_refused() -> None:
+    model = build("llama", layers=4)
+    model.model.norm = nn.Identity()
+    altered(model, lambda self, ids, cache=None: self.lm_head(flat(self, ids)))
+    parts = refused(model, "its norm: no call of a norm was .* no module around the la")
+    assert set(parts.missing) == {"norm", "layers", "entry", "embedding"}
+
+
+def flat(model: Any, ids: mx.array) -> mx.array:
+    """Return what the layers make of ids, called by the model itself."""
+    hidden: mx.array = model.model.embed_tokens(ids)
+    for layer in model.layers:
+        hidden = layer(hidden, "causal", None)
+    return hidden
 
 
 def test_a_module_that_goes_on_after_the_norm_is_refused() -> None:
