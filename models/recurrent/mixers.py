@@ -35,20 +35,20 @@ class Mixer:
 
 
 def _gated_delta(slot: int) -> Scan:
-    rows = dict.fromkeys(("q", "k", "v", "a", "b", "mask"), 1)
+    rows = dict.fromkeys(("q", "k", "v", "a", "b"), 1)
     home = "mlx_lm.models.gated_delta"
     name, ours = "gated_delta_update", gated_delta_in_chunks
     return Scan(home, name, slot, "state", rows, in_chunks=ours)
 
 
-def _gated_delta_after(*convs: str, ends: bool = True) -> ConvsAndScan:
+def _gated_delta_after(*convs: str) -> ConvsAndScan:
     """Return a recipe: convolutions in the first slots, the scan in the last one."""
     slots = {path: slot for slot, path in enumerate(convs)}
-    return ConvsAndScan(slots, _gated_delta(len(convs)), ends=ends)
+    return ConvsAndScan(slots, _gated_delta(len(convs)))
 
 
 def _lightning(module: str) -> Scan:
-    rows = {"q": 2, "k": 2, "v": 2, "mask": 1}
+    rows = dict.fromkeys(("q", "k", "v"), 2)
     return Scan(f"mlx_lm.models.{module}", "recurrent_gla", 0, "h", rows)
 
 
@@ -57,9 +57,8 @@ _SSM = Scan(
     "ssm_update",
     1,
     "state",
-    dict.fromkeys(("hidden_states", "B", "C", "dt", "mask"), 1),
+    dict.fromkeys(("hidden_states", "B", "C", "dt"), 1),
     called_in="_ssm",
-    lengths="lengths",
 )
 _MAMBA_2 = Mixer(ConvsAndScan({"conv1d": 0}, _SSM))
 _SHORT_CONV = Mixer(ConvsAndScan({"conv": 0}))
@@ -71,7 +70,7 @@ _TABLE = {
         ConvsAndScan(scan=_lightning("bailing_hybrid"))
     ),
     "bailing_moe_linear.LinearAttention": Mixer(
-        ConvsAndScan(scan=_lightning("bailing_moe_linear"), advances=False)
+        ConvsAndScan(scan=_lightning("bailing_moe_linear"))
     ),
     "bailing_moe_v3.BailingKDA": Mixer(
         _gated_delta_after("q_conv1d", "k_conv1d", "v_conv1d")
@@ -93,7 +92,7 @@ _TABLE = {
     "mamba2.Mamba2Block": _MAMBA_2,
     "nemotron_h.NemotronHMamba2Mixer": _MAMBA_2,
     "olmo_hybrid.GatedDeltaNet": Mixer(
-        _gated_delta_after("q_conv1d", "k_conv1d", "v_conv1d", ends=False)
+        _gated_delta_after("q_conv1d", "k_conv1d", "v_conv1d")
     ),
     "plamo2.Mamba": _MAMBA_2,
     "qwen3_5.GatedDeltaNet": Mixer(_gated_delta_after("conv1d")),

@@ -63,8 +63,6 @@ class Scan:
     state: str
     rows: Mapping[str, int]  # the arguments with positions, and the axis of these
     called_in: str = "__call__"  # the method of the mixer that calls it
-    # The argument of the rows' lengths, if there is one
-    lengths: str | None = None
     # Runs a block at once, with the arguments of the scan; returns None if the scan has
     # to run
     in_chunks: Callable[..., Block | None] | None = None
@@ -139,10 +137,11 @@ class MixerCall:
         if self.recipe is None:
             return False
         watch = self.recipe.watch
-        once = [id(part_of(self.mixer, p)) for p in (*watch.inputs, *watch.outputs)]
-        once += [] if watch.scan is None else [watch.scan.name]
-        # A method is called with keys, and with values.
-        counts = {**dict.fromkeys(once, 1), **dict.fromkeys(watch.methods, 2)}
+        paths = (*watch.inputs, *watch.outputs)
+        counts: dict[Any, int] = {id(part_of(self.mixer, path)): 1 for path in paths}
+        counts |= dict.fromkeys(watch.methods, 2)  # called with keys, and with values
+        if watch.scan is not None:
+            counts[watch.scan.name] = 1
         return all(len(self.notes.get(key, ())) == n for key, n in counts.items())
 
     def note(self, path: str) -> Any:
@@ -152,13 +151,15 @@ class MixerCall:
     def replay(self, cache: Any, keep: int) -> None:
         """Change `cache` from the state before the call to the state after `keep` rows.
 
-        The state follows from the notes if they are complete. Otherwise the mixer runs
-        again over the first `keep` positions, and its output is not used.
+        The state follows from the notes if they are complete. Otherwise, and if rows of
+        a batch have lengths or padding, the mixer runs again over the first `keep`
+        positions, and its output is not used.
         """
-        if self.recipe is not None and self.complete:
-            self.recipe.replay(self, cache, keep)
-        else:
+        recipe = self.recipe if self.complete else None
+        if recipe is None or (recipe.runs_again and _is_padded(cache)):
             self._run_again(cache, keep)
+        else:
+            recipe.replay(self, cache, keep)
 
     def _run_again(self, cache: Any, keep: int) -> None:
         ran = _ran_again.get()
@@ -172,10 +173,19 @@ class MixerCall:
                 return value
             return value[:, :keep] if value.shape[1] == self.width else value
 
+        lengths = getattr(cache, "lengths", None)
+        if lengths is not None:  # a scan would read past the rows that it is fed
+            cache.lengths = mx.minimum(lengths, keep)
         self.mixer(
             *(cut(value) for value in self.args),
             **{name: cut(value) for name, value in self.kwargs.items()},
         )
+        if lengths is not None:
+            cache.lengths = lengths + (cache.lengths - mx.minimum(lengths, keep))
+
+
+def _is_padded(cache: ArraysCache) -> bool:
+    return cache.lengths is not None or cache.left_padding is not None
 
 
 @functools.cache
@@ -185,11 +195,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 @dataclass(frozen=True, slots=True)
 class ScanCall:
-    """One call of a scan.
-
-    Arrays are stored by reference. The cache later changes its array of lengths in
-    place, so a replay does not read that array here.
-    """
+    """One call of a scan."""
 
     function: Callable[..., Any]  # the scan
     args: tuple[Any, ...]  # its positional arguments
@@ -214,9 +220,6 @@ class ConvsAndScan:
     # Path of each convolution, and its slot
     convs: Mapping[str, int] = field(default_factory=dict)
     scan: Scan | None = None  # the scan, if there is one
-    # Whether a batch row's state is taken at its length, if that is inside the block
-    ends: bool = True
-    advances: bool = True  # whether the mixer advances the cache's lengths and padding
     runs_again: bool = True
 
     @property
@@ -226,39 +229,21 @@ class ConvsAndScan:
 
     def replay(self, call: MixerCall, cache: ArraysCache, keep: int) -> None:
         """Cut the convolutions' rows, and run the scan over its first `keep` rows."""
-        lengths = None if cache.lengths is None else mx.minimum(cache.lengths, keep)
         for path, slot in self.convs.items():
             rows = call.note(path)
             old = rows.shape[1] - call.width
-            if lengths is not None and self.ends:
-                first = mx.maximum(lengths, 0)[:, None]
-                positions = (first + mx.arange(old))[..., None]
-                cache[slot] = mx.take_along_axis(rows, positions, axis=1)
-            else:
-                cache[slot] = mx.contiguous(rows[:, keep : keep + old])
+            cache[slot] = mx.contiguous(rows[:, keep : keep + old])
         if self.scan is not None:
-            self._scan(self.scan, call.notes[self.scan.name][0], cache, keep, lengths)
-        if self.advances:
-            cache.advance(keep)
+            self._scan(self.scan, call.notes[self.scan.name][0], cache, keep)
 
-    def _scan(
-        self,
-        scan: Scan,
-        noted: ScanCall,
-        cache: ArraysCache,
-        keep: int,
-        lengths: mx.array | None,
-    ) -> None:
+    def _scan(self, scan: Scan, noted: ScanCall, cache: ArraysCache, keep: int) -> None:
         if noted.chunk is not None:
             cache[scan.slot] = noted.chunk.after(keep)
             return
         arguments = noted.arguments()
         for name, axis in scan.rows.items():
-            if arguments.get(name) is not None:
-                arguments[name] = _head(arguments[name], keep, axis)
+            arguments[name] = _head(arguments[name], keep, axis)
         arguments[scan.state] = cache[scan.slot]
-        if scan.lengths is not None and arguments.get(scan.lengths) is not None:
-            arguments[scan.lengths] = lengths
         cache[scan.slot] = noted.function(**arguments)[1]
 
 

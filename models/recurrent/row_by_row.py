@@ -37,18 +37,14 @@ def run_by_row(
 ) -> RowByRow:
     """Run a scan one row at a time."""
     given = ScanCall(function, args, kwargs).arguments()
-    lined = {
-        name: axis for name, axis in scan.rows.items() if given.get(name) is not None
-    }
     axis = scan.axis
     state, result, states = given.get(scan.state), [], []
     for row in range(rows):
-        one = {name: _row(given[name], row, along) for name, along in lined.items()}
+        one = {n: _row(given[n], row, along) for n, along in scan.rows.items()}
         y, state = function(**{**given, **one, scan.state: state})
         result.append(y)
         states.append(state)
-    first = next(iter(lined))
-    padding = given[first].shape[lined[first]] - rows
+    padding = given[next(iter(scan.rows))].shape[axis] - rows
     if padding:
         shape = list(result[0].shape)
         shape[axis] = padding
