@@ -76,7 +76,7 @@ class DeviceOps:
             without a plan for each number of keys.
         gated_delta: called with a q and a v. Returns a function that runs a block of
             gated delta steps of these shapes, with the arguments (q, k, v, g, beta,
-            state, mask); None: the room has none.
+            state); None: the room has none.
         compile_draft: returns the compiled and tested forward of a draft model, or
             raises `UnsupportedModelError`.
     """

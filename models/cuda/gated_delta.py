@@ -7,8 +7,7 @@ the host submits one by one. With S the state [Dv, Dk] of a head, each token com
     S' = g S      u = b (v - S' k)      S = S' + u k^T      y = S q
 
 The rows of S are independent, so a warp keeps one row in registers for all tokens, and
-its lanes share Dk. A token that the mask leaves out gets a y, and does not change S.
-Sums are float32, and differ from the loop's by rounding.
+its lanes share Dk. Sums are float32, and differ from the loop's by rounding.
 """
 
 import functools
@@ -58,23 +57,19 @@ _SOURCE = r"""
       answer += __shfl_xor_sync(0xffffffff, answer, far);
     if (lane == 0)
       y[((long(b) * tokens + t) * heads + head) * rows + row] = answer;
-    if (SEEN)
-      for (int i = 0; i < N; ++i) held[i] = next[i];
+    for (int i = 0; i < N; ++i) held[i] = next[i];
   }
   for (int i = 0; i < N; ++i) after[place + 32 * i] = held[i];
 """
 
 
 @functools.cache
-def _kernel(dim: int, by_channel: bool, masked: bool) -> Any:
-    source = _SOURCE.replace("GATE", "gate * DK + c" if by_channel else "gate")
-    source = source.replace("SEEN", "mask[b * tokens + t]" if masked else "true")
-    inputs = ["q", "k", "v", "g", "beta", "state"]
+def _kernel(dim: int, by_channel: bool) -> Any:
     return mx.fast.cuda_kernel(
-        name=f"gated_delta_{dim}_{int(by_channel)}_{int(masked)}",
-        input_names=[*inputs, "mask"] if masked else inputs,
+        name=f"gated_delta_{dim}_{int(by_channel)}",
+        input_names=["q", "k", "v", "g", "beta", "state"],
         output_names=["y", "after"],
-        source=source,
+        source=_SOURCE.replace("GATE", "gate * DK + c" if by_channel else "gate"),
         header=f"constexpr int WARPS = {WARPS}, DK = {dim}, N = {dim // 32};\n",
         ensure_row_contiguous=False,
     )
@@ -87,14 +82,11 @@ def _run(
     g: mx.array,
     beta: mx.array,
     state: mx.array,
-    mask: mx.array | None,
 ) -> list[mx.array]:
     """Return y [batch, rows, heads, Dv] and the state after the rows, float32."""
     (batch, rows, _, dim), (heads, width) = q.shape, v.shape[2:]
     together = [mx.contiguous(array) for array in (g, beta, state)]
-    if mask is not None:
-        together.append(mx.contiguous(mx.broadcast_to(mask, (batch, rows))))
-    result: list[mx.array] = _kernel(dim, g.ndim == 4, mask is not None)(
+    result: list[mx.array] = _kernel(dim, g.ndim == 4)(
         inputs=[q, k, v, *together],
         grid=(-(-width // WARPS) * WARPS * 32, heads, batch),
         threadgroup=(WARPS * 32, 1, 1),
@@ -112,15 +104,13 @@ class Steps:
     last: mx.array  # the state after all rows, [batch, heads, Dv, Dk]
     inputs: tuple[mx.array, ...]  # q, k, v, g and beta of the rows
     start: mx.array  # the state before the rows
-    mask: mx.array | None  # bool [batch, rows], or None
 
     def after(self, keep: int) -> mx.array:
         """Return the state after `keep` rows, at least 1, in the dtype of `start`."""
         if keep == self.y.shape[1]:
             return self.last
-        mask = None if self.mask is None else self.mask[:, :keep]
         q, k, v, g, beta = (each[:, :keep] for each in self.inputs)
-        _, state = _run(q, k, v, g, beta, self.start, mask)
+        _, state = _run(q, k, v, g, beta, self.start)
         return state.astype(self.start.dtype)
 
 
@@ -141,12 +131,11 @@ def run_steps(
     beta: mx.array,  # [batch, rows, heads]
     # The state before the block, [batch, heads, Dv, Dk]; None: zeros, float32
     state: mx.array | None = None,
-    mask: mx.array | None = None,  # bool [batch, rows]
 ) -> Steps:
     """Run a block of gated delta steps on CUDA, if the kernel `serves`."""
     if state is None:
         batch, heads, width = q.shape[0], *v.shape[2:]
         state = mx.zeros((batch, heads, width, q.shape[-1]), mx.float32)
-    y, last = _run(q, k, v, g, beta, state, mask)
+    y, last = _run(q, k, v, g, beta, state)
     last = last.astype(state.dtype)
-    return Steps(y.astype(q.dtype), last, (q, k, v, g, beta), state, mask)
+    return Steps(y.astype(q.dtype), last, (q, k, v, g, beta), state)

@@ -43,7 +43,7 @@ class _Block(NamedTuple):
     """Results of `_run`; heads are [key heads, value heads for each of them]."""
 
     y: mx.array  # [batch, rows, value heads, Dv], float32
-    updates: mx.array  # u_t, 0 for masked rows, [batch, *heads, rows, Dv]
+    updates: mx.array  # u_t, [batch, *heads, rows, Dv]
     decays: mx.array  # R_ti, and 1 where i > t, [batch, *heads, rows, rows]
     total: mx.array  # R_t, [batch, *heads, rows, 1]
     keys: mx.array  # [batch, key heads, 1, rows, Dk]
@@ -70,7 +70,7 @@ class Chunk:
         added = added @ self.block.keys[..., :keep, :]  # [batch, *heads, Dv, Dk]
         total = self.block.total[..., last : last + 1, :]
         state = total * self.start.reshape(added.shape) + added
-        return state.reshape(self.start.shape).astype(self.start.dtype)
+        return state.reshape(self.start.shape)
 
 
 def run_chunk(
@@ -81,29 +81,24 @@ def run_chunk(
     v: mx.array,
     g: mx.array,  # decays in [0, 1], [batch, rows, value heads]
     beta: mx.array,  # [batch, rows, value heads]
-    # Before the block, [batch, value heads, Dv, Dk]; None: zeros, float32
+    # Before the block, [batch, value heads, Dv, Dk]; None: zeros
     state: mx.array | None = None,
-    # Bool [batch, rows]; a row where this is False has its usual result, but does not
-    # change the state
-    mask: mx.array | None = None,
 ) -> Chunk:
-    """Run a block of gated delta steps."""
+    """Run a block of gated delta steps; all arrays are float32."""
     batch, rows, key_heads, dim = k.shape
     heads, width = v.shape[2:]
     if state is None:
         state = mx.zeros((batch, heads, width, dim), mx.float32)
     split = (key_heads, heads // key_heads)
-    seen = None if mask is None else mask.reshape(batch, rows, 1, 1, 1)
     block = _run(
-        k.astype(mx.float32),
-        q.astype(mx.float32),
-        v.astype(mx.float32).reshape(batch, rows, *split, width),
-        g.astype(mx.float32).reshape(batch, rows, *split, 1),
-        beta.astype(mx.float32).reshape(batch, rows, *split, 1),
-        state.astype(mx.float32).reshape(batch, *split, width, dim),
-        seen,
+        k,
+        q,
+        v.reshape(batch, rows, *split, width),
+        g.reshape(batch, rows, *split, 1),
+        beta.reshape(batch, rows, *split, 1),
+        state.reshape(batch, *split, width, dim),
     )
-    return Chunk(block.y.astype(q.dtype), state, block)
+    return Chunk(block.y, state, block)
 
 
 class _Pairs(NamedTuple):
@@ -142,15 +137,9 @@ def _inverse(lower: mx.array, pairs: _Pairs) -> mx.array:
 
 
 def _run(
-    k: mx.array,
-    q: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
-    state: mx.array,
-    seen: mx.array | None,
+    k: mx.array, q: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> _Block:
-    """Run a block; `seen`, bool, is False for rows that do not change the state."""
+    """Run a block, with the value heads of each key head on an axis of their own."""
     rows = k.shape[1]
     pairs = _pairs(rows)
     both = mx.concatenate([k, q], axis=1).swapaxes(1, 2)
@@ -158,26 +147,16 @@ def _run(
     keys = both[..., :rows, :]
     products = both @ keys.swapaxes(-1, -2)  # [batch, key heads, 1, 2 rows, rows]
     from_state = both @ state.swapaxes(-1, -2)  # [batch, *heads, 2 rows, Dv]
-    by_head = (0, 2, 3, 1, 4)
-    v, g, beta = (each.transpose(by_head) for each in (v, g, beta))
-    seen = None if seen is None else seen.transpose(by_head)
-    chain = g if seen is None else mx.where(seen, g, 1)
-    decays = mx.cumprod(mx.where(pairs.below, chain, 1), axis=-2)
-    total = decays[..., :1] * chain[..., :1, :]
-    before, start = mx.where(pairs.below, decays, 0), total
-    if seen is not None:
-        decay = mx.where(seen, 1, g)  # a masked row's decay, for its own result only
-        before = mx.where(seen.swapaxes(-1, -2), before * decay, 0)
-        start = start * decay
-    updates = beta * (v - start * from_state[..., :rows, :])
-    if rows > 1:
-        lower = beta * before * products[..., :rows, :]
-        updates = _inverse(lower, pairs) @ updates
+    v, g, beta = (each.transpose(0, 2, 3, 1, 4) for each in (v, g, beta))
+    decays = mx.cumprod(mx.where(pairs.below, g, 1), axis=-2)
+    total = decays[..., :1] * g[..., :1, :]
+    before = mx.where(pairs.below, decays, 0)
+    updates = beta * (v - total * from_state[..., :rows, :])
+    lower = beta * before * products[..., :rows, :]
+    updates = _inverse(lower, pairs) @ updates
     weights = (before + pairs.diagonal) * products[..., rows:, :]
-    y = mx.addmm(start * from_state[..., rows:, :], weights, updates)
+    y = mx.addmm(total * from_state[..., rows:, :], weights, updates)
     y = y.transpose(0, 3, 1, 2, 4).flatten(2, 3)
-    if seen is not None:
-        updates = mx.where(seen, updates, 0)
     return _Block(y, updates, decays, total, keys)
 
 
@@ -200,7 +179,8 @@ def gated_delta_in_chunks(
     kernel = gated_delta_kernel(q, v)
     by_channel = a.ndim != b.ndim  # then a has one axis more
     in_chunks = rows_differ(q.dtype) and not by_channel
-    if not 1 < q.shape[1] <= LONGEST or not (kernel or in_chunks):
+    padded = mask is not None  # rows of a batch of mlx-lm
+    if padded or not 1 < q.shape[1] <= LONGEST or not (kernel or in_chunks):
         return None
     beta = mx.sigmoid(b)
     if allow_neg_eigval:
@@ -210,4 +190,4 @@ def gated_delta_in_chunks(
     else:
         g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
     run: RunBlock = kernel or run_chunk
-    return run(q, k, v, g, beta, state, mask)
+    return run(q, k, v, g, beta, state)

@@ -145,7 +145,6 @@ def test_attention_keeps_what_is_not_a_number_where_it_is_seen(
 @pytest.mark.parametrize("heads", [(1, 1), (2, 6)])
 @pytest.mark.parametrize(("batch", "rows"), [(1, 2), (1, 9), (3, 5)])
 @pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
 def test_gated_delta_steps_are_those_of_their_values(
     dtype: mx.Dtype,
     dims: tuple[int, int],
@@ -153,7 +152,6 @@ def test_gated_delta_steps_are_those_of_their_values(
     batch: int,
     rows: int,
     by_channel: bool,
-    masked: bool,
 ) -> None:
     mx.random.seed(4)
     (dim, width), (shared, count) = dims, heads
@@ -164,17 +162,15 @@ def test_gated_delta_steps_are_those_of_their_values(
     g = mx.random.uniform(0.2, 1.0, gates)
     beta = mx.random.uniform(0.0, 1.0, (batch, rows, count)).astype(dtype)
     state = mx.random.normal((batch, count, width, dim))
-    mask = mx.random.bernoulli(0.7, (batch, rows)) if masked else None
-    steps = run_steps(q, k, v, g, beta, state, mask)
+    steps = run_steps(q, k, v, g, beta, state)
     assert steps.y.dtype == dtype
     exact = [array.astype(mx.float32) for array in (q, k, v, g, beta)]
     q, k, v, g, beta = exact
-    wanted, last = gated_delta_ops(q, k, v, g, beta, state, mask)
+    wanted, last = gated_delta_ops(q, k, v, g, beta, state)
     error = ERROR.get(dtype, 1e-5)
     assert difference(steps.y, wanted) < error
     assert difference(steps.last, last) < 1e-5
     for keep in (1, rows - 1, rows):
-        part = None if mask is None else mask[:, :keep]
         q, k, v, g, beta = (each[:, :keep] for each in exact)
-        _, kept = gated_delta_ops(q, k, v, g, beta, state, part)
+        _, kept = gated_delta_ops(q, k, v, g, beta, state)
         assert difference(steps.after(keep), kept) < 1e-5
