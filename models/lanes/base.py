@@ -15,6 +15,7 @@ does not know their texts or samplers.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self
 
 import mlx.core as mx
@@ -22,7 +23,10 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import Keep, Speculation, array_bytes
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.taps import States
+
+NO_TAPS = nullcontext()
 
 
 class RequestRound(Protocol):
@@ -35,6 +39,7 @@ class RequestRound(Protocol):
     """
 
     speculation: Speculation
+    _taps: HiddenStates | None
     _hidden: States | None
 
     @property
@@ -50,6 +55,10 @@ class RequestRound(Protocol):
                 "lane.taps = HiddenStates(lane.model, after_norm=True)"
             )
         return self._hidden
+
+    def _collecting(self) -> AbstractContextManager[Any]:
+        """Return a context that adds the states of its forwards to `hidden`."""
+        return NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [requests, n]; return logits [requests, n, vocab].

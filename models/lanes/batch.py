@@ -27,7 +27,7 @@ round. Spare places cost memory and computing, less than half as much as the liv
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -206,12 +206,8 @@ class BatchRound(RequestRound):
         self._members = lane.members
         self._kept: list[int] = []  # tokens kept of each request, once committed
         # One head follows a target, so all followers have the same taps.
-        taps = [
-            member.follower.taps
-            for member in lane.members
-            if member.follower is not None
-        ]
-        self._taps = taps[0] if taps else None
+        followers = [each.follower for each in lane.members if each.follower]
+        self._taps = followers[0].taps if followers else None
         self._hidden = None if self._taps is None else self._taps.states()
 
     def forward(self, tokens: mx.array) -> mx.array:
@@ -222,12 +218,8 @@ class BatchRound(RequestRound):
         more = lane.padding(width) if width == self._count and not self._whole else 0
         if more:  # any tokens: no request keeps what they write
             tokens = mx.pad(tokens, [(0, 0), (0, more)])
-        with ExitStack() as stack:
-            if self._taps is not None:
-                stack.enter_context(self._taps.collect(self._hidden))
-            stack.enter_context(rows_of_a_round(lane.part))
-            if self._whole:
-                stack.enter_context(plain_step(tokens.size))
+        step = plain_step(tokens.size) if self._whole else nullcontext()
+        with self._collecting(), rows_of_a_round(lane.part), step:
             logits: mx.array = lane.model(tokens, cache=self.speculation.caches)
         lane.note_shape(width + more)
         if self._hidden is not None and (more or stand is not None):
@@ -241,15 +233,9 @@ class BatchRound(RequestRound):
 
     def commit(self, keep: Keep) -> None:
         """Keep the first tokens of each request, or the same number of all."""
-        selected: dict[Any, mx.array] = {}
-        if self._hidden is not None:
-            for member in self._members:  # before the commit, since it may fail
-                if (
-                    member.follower is not None
-                    and member.follower.select not in selected
-                ):
-                    select = member.follower.select
-                    selected[select] = select(self._hidden)
+        hidden = self._hidden
+        selects = {each.follower.select for each in self._members if each.follower}
+        selected = {} if hidden is None else {s: s(hidden) for s in selects}  # may fail
         self.speculation.commit(self._each(keep))
         each = [keep] * len(self._members) if isinstance(keep, int) else keep
         for place, (member, count) in enumerate(zip(self._members, each, strict=True)):

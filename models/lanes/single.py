@@ -6,7 +6,6 @@ need not hold equally many tokens. A lane does not know texts or samplers.
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -55,7 +54,6 @@ from mlx_speculation.models.shape_buckets import RowSizes
 COUNTED_EVERY = 64  # rounds, as counting takes some ten microseconds a layer
 
 Replaced = list[tuple[int, Any]]
-NO_TAPS = nullcontext()
 Sliding = Literal["slack", "native"]
 
 
@@ -302,8 +300,7 @@ class LaneRound(RequestRound):
         else:
             whole = self._whole and not lane.is_draft  # plain step or part of a prompt
             way: Any = plain_step(n) if whole else rows_of_a_round(lane.part)
-            taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
-            with taps, way:
+            with self._collecting(), way:
                 logits = lane.run(tokens[None], cache=self.speculation.caches)
         return logits if batched else logits.squeeze(0)
 
@@ -314,8 +311,7 @@ class LaneRound(RequestRound):
         assert count <= lane.room, f"{count} tokens, and room for {lane.room}"
         padding = mx.zeros(shape.rows - count, tokens.dtype)
         rows = mx.concatenate([tokens, padding])[None]
-        taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
-        with fixed_shape_forward(count), taps:
+        with fixed_shape_forward(count), self._collecting():
             logits: mx.array = lane.model(rows, cache=self.speculation.caches)
         if self._hidden is not None:
             self._hidden.cut(count)
