@@ -5,27 +5,15 @@ The packages `models/cpu` and `models/cuda`, called rooms, each make one `Device
 machine, mlx's own operations run, and the text is the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.models.instance_hooks import Hook
 from mlx_speculation.models.round_context import Device
-
-
-class RoundOp(NamedTuple):
-    """A replacement for the value of a global name in a layer's code."""
-
-    theirs: Any  # the expected value of the name; another value is not replaced
-    # The value in a round. A function checks its arguments, and calls `theirs` if it
-    # does not serve them
-    ours: Any
-    # If the value is a module: code is changed only if it uses one of these names of
-    # the module; empty: any code
-    parts: frozenset[str] = frozenset()
 
 
 class Block(Protocol):
@@ -65,12 +53,11 @@ class DeviceOps:
     """Operations of one room.
 
     Attributes:
-        device: the value of `device_of_round` in rounds that use the round ops.
-        serves: returns whether the round ops serve this machine now; compiles the
-            kernels that they need.
-        round_ops: the round ops, by the global name in a layer's code.
-        activations: names of round ops that other kinds of hooks may use in copied code
-            too. These ops check by themselves whether they serve.
+        device: the value of `device_of_round` in rounds that use the operations.
+        serves: returns whether `attend` serves this machine now; compiles the kernels
+            that it needs.
+        attend: replaces `scaled_dot_product_attention` of mlx-lm in rounds. It checks
+            its arguments, and calls that function if it does not serve them.
         hooks: yields the room's own hooks on a model, if they serve.
         attention_dims: head dimensions for which the room has attention over a few rows
             without a plan for each number of keys.
@@ -83,8 +70,7 @@ class DeviceOps:
 
     device: Device
     serves: Callable[[], bool]
-    round_ops: Mapping[str, RoundOp]
-    activations: frozenset[str] = field(default_factory=frozenset)
+    attend: Callable[..., mx.array]
     hooks: Callable[[nn.Module], Iterator[tuple[nn.Module, Hook]]] = _no_hooks
     attention_dims: frozenset[int] = field(default_factory=frozenset)
     gated_delta: Callable[[mx.array, mx.array], RunBlock | None] | None = None

@@ -14,7 +14,6 @@ NaN stays NaN. An element takes 4 ns, and differs from mlx's by rounding.
 
 import functools
 import math
-from functools import partial
 
 import mlx.core as mx
 
@@ -48,46 +47,16 @@ def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
 
 # Only for functions whose arrays have one shape: mlx 0.32.4 crashed with several shapes
 # of which one had an axis of 1.
-_compiled = partial(mx.compile, shapeless=True)
-
-
-_powers_compiled = _compiled(_powers)
-
-
-@_compiled
-def _powers_of_size(x: mx.array) -> tuple[mx.array, mx.array]:
-    return _powers(mx.abs(x) * -1.0)
-
-
-@_compiled
-def _gated(x: mx.array, power: mx.array, scale: mx.array, gate: mx.array) -> mx.array:
-    """Return gate * sigmoid(x), where power * scale is e^-|x|."""
-    small = power * scale
-    return mx.where(x < 0.0, small * gate, gate) / (small + 1.0)
-
-
-@_compiled
-def _gated_twice(
-    x: mx.array, power: mx.array, scale: mx.array, by: mx.array
-) -> mx.array:
-    """Return by * x * sigmoid(x), where power * scale is e^-|x|."""
-    small = power * scale
-    return mx.where(x < 0.0, small * x, x) * by / (small + 1.0)
-
-
-@_compiled
-def _gelu_argument(x: mx.array) -> mx.array:
-    return x * (x * x * 0.044715 + 1.0) * (2.0 * math.sqrt(2.0 / math.pi))
+_powers_compiled = mx.compile(_powers, shapeless=True)
 
 
 @functools.cache
 def compile_here() -> None:
-    """Compile the functions of this module before a request needs them.
+    """Compile `exponentials` before a request needs it.
 
     This takes seconds on the first use on a machine, and milliseconds after that.
     """
-    rows = mx.zeros((2, 8))
-    mx.eval(exponentials(rows), silu(rows), swiglu(rows, rows), gelu_approx(rows))
+    mx.eval(exponentials(mx.zeros((2, 8))))
 
 
 def exponentials(scores: mx.array) -> mx.array:
@@ -101,25 +70,3 @@ def exponentials(scores: mx.array) -> mx.array:
     below = scores - scores.max(axis=-1, keepdims=True)
     power, bits = _powers_compiled(below)
     return power * bits.view(mx.float32)
-
-
-def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Return silu(gate) * x, all float32 of one shape."""
-    power, bits = _powers_of_size(gate)
-    return _gated_twice(gate, power, bits.view(mx.float32), x)
-
-
-def silu(x: mx.array) -> mx.array:
-    """Return x * sigmoid(x), float32 of the same shape."""
-    power, bits = _powers_of_size(x)
-    return _gated(x, power, bits.view(mx.float32), x)
-
-
-def gelu_approx(x: mx.array) -> mx.array:
-    """Return `mlx.nn.gelu_approx` of x, float32 of the same shape.
-
-    x (1 + tanh u) / 2 is x sigmoid(2 u), which stays precise if tanh u is near -1.
-    """
-    argument = _gelu_argument(x)
-    power, bits = _powers_of_size(argument)
-    return _gated(argument, power, bits.view(mx.float32), x)

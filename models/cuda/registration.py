@@ -8,7 +8,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_speculation.models.cuda import attention, gated_delta, padded_attention
 from mlx_speculation.models.cuda.available import kernels_compile
 from mlx_speculation.models.cuda.linear import few_row_hooks
-from mlx_speculation.models.device_ops import DeviceOps, RoundOp, RunBlock
+from mlx_speculation.models.device_ops import DeviceOps, RunBlock
 from mlx_speculation.models.round_context import cuda_serves, device_of_round
 
 
@@ -52,9 +52,7 @@ def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
 OPS = DeviceOps(
     device="cuda",
     serves=serves,
-    round_ops={
-        "scaled_dot_product_attention": RoundOp(scaled_dot_product_attention, attend)
-    },
+    attend=attend,
     hooks=few_row_hooks,
     attention_dims=frozenset(attention.DIMENSIONS),
     gated_delta=gated_delta_kernel,

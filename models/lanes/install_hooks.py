@@ -7,14 +7,10 @@ import mlx.nn as nn
 from mlx_speculation.models.instance_hooks import Hook, Hooked
 from mlx_speculation.models.introspect.position_table import position_hooks
 from mlx_speculation.models.ops import dispatch
-from mlx_speculation.models.ops.latent_attention import ATTENTIONS, absorbing_hooks
+from mlx_speculation.models.ops.latent_attention import absorbing_hooks
 from mlx_speculation.models.ops.round_ops import round_op_hooks
-from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
 from mlx_speculation.models.recurrent.recorder import mixer_hooks
 from mlx_speculation.models.submit_layers import layer_hooks
-
-# Layers whose code other hooks copy, so they get no hook for round ops.
-MADE_AGAIN = ATTENTIONS | MIXERS.keys() | COMPRESSORS.keys()
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
@@ -22,7 +18,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     yield from position_hooks(model)
     yield from mixer_hooks(model)
     yield from absorbing_hooks(model)
-    yield from round_op_hooks(model, MADE_AGAIN)
+    yield from round_op_hooks(model)
     yield from layer_hooks(model)
     for room in dispatch.ROOMS:
         yield from room.hooks(model)

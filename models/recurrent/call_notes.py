@@ -24,7 +24,6 @@ import mlx.nn as nn
 
 from mlx_speculation.models.device_ops import Block
 from mlx_speculation.models.instance_hooks import derived, made_again
-from mlx_speculation.models.ops.round_ops import activations_of
 from mlx_speculation.models.recurrent.replay import (
     Notes,
     Scan,
@@ -127,4 +126,4 @@ def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:
             return known(*args, **kwargs)
         return chunk.y, chunk.after(chunk.y.shape[scan.axis])
 
-    return made_again(original, {**activations_of(original), scan.name: scanned})
+    return made_again(original, {scan.name: scanned})

@@ -23,7 +23,6 @@ from mlx_speculation.models.cuda import gated_delta, linear, registration
 from mlx_speculation.models.cuda.available import kernels_compile
 from mlx_speculation.models.cuda.matmul import Weight
 from mlx_speculation.models.instance_hooks import plain_class
-from mlx_speculation.models.lanes.install_hooks import MADE_AGAIN
 from mlx_speculation.models.ops.latent_attention import ATTENTIONS
 from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
@@ -133,7 +132,7 @@ def test_attention_over_latents_keeps_the_way_of_its_own(
     home: str, kernel_calls: list[str]
 ) -> None:
     model = build(home.removeprefix("mlx_lm.models."))
-    hooked = [plain_class(module) for module, _ in round_op_hooks(model, MADE_AGAIN)]
+    hooked = [plain_class(module) for module, _ in round_op_hooks(model)]
     assert not {(kind.__module__, kind.__name__) for kind in hooked} & ATTENTIONS
 
 

@@ -18,7 +18,6 @@ from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models import compiled_steps, cpu, cuda, round_context
 from mlx_speculation.models.cpu import registration
 from mlx_speculation.models.ops import dispatch
-from mlx_speculation.models.recurrent import recorder
 from support.covering import covering
 from support.identity import GREEDY, check_identity, prompt_of
 from support.models.census import build
@@ -53,14 +52,12 @@ def _entered(
     for module in (round_context, registration):
         monkeypatch.setattr(module, "x86_serves", lambda: True)
     device = mx.default_device()
-    recorder._recorded.cache_clear()  # cached classes use activations of rooms
     rooms = [room for room in (cuda, cpu) if room not in OUT[out]]
     monkeypatch.setattr(dispatch, "ROOMS", [room.OPS for room in rooms])
     sys.setprofile(note)
     yield entered
     sys.setprofile(None)
     mx.set_default_device(device)
-    recorder._recorded.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "out"), covering(NAMES, OUT))
@@ -79,8 +76,8 @@ def test_texts_are_those_of_plain_decoding(
     assert seen.texts == 1
     for room in OUT[out]:
         assert entered[room.__name__] == set()
-    if cpu not in OUT[out]:
-        assert {"attend", "call"} & entered[cpu.__name__]
+    if cpu not in OUT[out] and name not in ("deepseek_v3", "mamba"):
+        assert "attend" in entered[cpu.__name__]
 
 
 @pytest.mark.parametrize("out", ["cpu", "both"])

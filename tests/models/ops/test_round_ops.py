@@ -1,7 +1,7 @@
-"""In rounds on x86-64 with OpenBLAS, layers call round ops.
+"""In rounds on x86-64 with OpenBLAS, layers call the attention of that room.
 
 The tests simulate such a machine; only the last one uses OpenBLAS, in a process of its
-own. The ops themselves are tested elsewhere.
+own. Attention itself is tested elsewhere.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.models import Lane, ModelHooks, cuda, round_context
 from mlx_speculation.models.cpu import attention, exp, registration
-from mlx_speculation.models.instance_hooks import plain_class
-from mlx_speculation.models.lanes.install_hooks import MADE_AGAIN
-from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
 from support.covering import others_slow
 from support.models.census import BUILT, FEW, build
@@ -31,9 +28,9 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture(name="called")
 def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let round ops serve, for few elements too; return the list of their calls.
+    """Let attention serve; return the list of its calls.
 
-    They run on the CPU, since a GPU rounds float32 products more coarsely.
+    It runs on the CPU, since a GPU rounds float32 products more coarsely.
     """
     seen: list[str] = []
 
@@ -48,16 +45,10 @@ def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(module, "x86_serves", lambda: True)
     for other in (round_context, cuda.registration):
         monkeypatch.setattr(other, "cuda_serves", lambda: False)
-    monkeypatch.setattr(registration, "_FEWEST", 0)
     monkeypatch.setattr(
         attention, "attention", noting("attention", attention.attention)
     )
     monkeypatch.setattr(attention, "exponentials", noting("exp", exp.exponentials))
-    monkeypatch.setattr(
-        exp,
-        "_powers_of_size",
-        noting("activation", exp._powers_of_size),
-    )
     device = mx.default_device()
     mx.set_default_device(mx.cpu)
     yield seen
@@ -93,20 +84,7 @@ def test_a_model_computes_what_it_did(name: str, called: list[str]) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3_text", "mixtral"])
 def test_rounds_call_what_stands_in(name: str, called: list[str]) -> None:
     rows_of(build(name), hooked=True)
-    assert set(called) == {"attention", "exp", "activation"}
-
-
-def test_a_mixer_has_one_hook_and_its_activations(called: list[str]) -> None:
-    model = build("qwen3_5")
-    hooks = round_op_hooks(model, MADE_AGAIN)
-    hooked = [plain_class(module).__name__ for module, _ in hooks]
-    mixers = [m for m in model.modules() if type(m).__name__ == "GatedDeltaNet"]
-    assert mixers
-    assert "GatedDeltaNet" not in hooked
-    rows_of(model, hooked=True)
-    # One in each MLP, and two in each mixer: after its convolution and in its norm.
-    wanted = len(model.layers) + 2 * len(mixers)
-    assert called.count("activation") == wanted
+    assert set(called) == {"attention", "exp"}
 
 
 def test_prompts_and_plain_steps_are_those_of_mlx(called: list[str]) -> None:
@@ -120,8 +98,7 @@ def test_prompts_and_plain_steps_are_those_of_mlx(called: list[str]) -> None:
     with lane.begin() as single:
         mx.eval(single.forward(mx.array([5])))
     recorders.remove()
-    assert "attention" not in called
-    assert "activation" not in called
+    assert not called
 
 
 def test_a_lane_of_a_draft_reads_prompts_as_in_a_round(called: list[str]) -> None:
@@ -132,7 +109,7 @@ def test_a_lane_of_a_draft_reads_prompts_as_in_a_round(called: list[str]) -> Non
     lane = Lane(model, make_prompt_cache(model))
     lane.is_draft = True
     lane.feed(prompt[:-1])
-    assert set(called) == {"attention", "exp", "activation"}
+    assert set(called) == {"attention", "exp"}
     with lane.begin() as one:
         output = one.forward(mx.array(prompt[-1:]))
     recorders.remove()
@@ -156,39 +133,17 @@ def test_what_somebody_else_put_there_is_called(
     model = build("llama")
     theirs: list[str] = []
 
-    def other(gate: mx.array, x: mx.array) -> mx.array:
-        theirs.append("swiglu")
-        return gate * x
+    def other(queries: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        theirs.append("attention")
+        return queries
 
-    monkeypatch.setattr(llama, "swiglu", other)
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", other)
     recorders = ModelHooks(model)
     with rows_of_a_round():
         model(mx.array([ROWS]))
     recorders.remove()
     assert theirs
-    assert "activation" not in called
-    assert "attention" in called
-
-
-@pytest.mark.parametrize(
-    ("dtype", "fewest", "serves"),
-    [(mx.float32, 0, True), (mx.bfloat16, 0, False), (mx.float32, 10**6, False)],
-)
-def test_activations_serve_many_elements_of_float32(
-    dtype: mx.Dtype,
-    fewest: int,
-    serves: bool,
-    called: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(registration, "_FEWEST", fewest)
-    model = build("llama")
-    model.set_dtype(dtype)
-    recorders = ModelHooks(model)
-    with rows_of_a_round():
-        mx.eval(model(mx.array([ROWS])))
-    recorders.remove()
-    assert ("activation" in called) is serves
+    assert not called
 
 
 def test_attention_serves_what_it_can() -> None:
