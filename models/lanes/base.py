@@ -15,7 +15,6 @@ does not know their texts or samplers.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self
 
 import mlx.core as mx
@@ -23,10 +22,7 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import Keep, Speculation, array_bytes
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.taps import States
-
-NO_TAPS = nullcontext()
 
 
 class RequestRound(Protocol):
@@ -39,7 +35,6 @@ class RequestRound(Protocol):
     """
 
     speculation: Speculation
-    _taps: HiddenStates | None
     _hidden: States | None
 
     @property
@@ -55,10 +50,6 @@ class RequestRound(Protocol):
                 "lane.taps = HiddenStates(lane.model, after_norm=True)"
             )
         return self._hidden
-
-    def _collecting(self) -> AbstractContextManager[Any]:
-        """Return a context that adds the states of its forwards to `hidden`."""
-        return NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [requests, n]; return logits [requests, n, vocab].
@@ -84,12 +75,9 @@ class RequestRound(Protocol):
         """Undo every forward, even after a commit if nothing has been written since."""
         ...
 
-    def __enter__(self) -> Self:
-        return self
+    def __enter__(self) -> Self: ...
 
-    def __exit__(self, *error: Any) -> None:
-        if self.speculation.open:
-            self.speculation.rollback()
+    def __exit__(self, *error: Any) -> None: ...
 
 
 class RequestLane(Protocol):

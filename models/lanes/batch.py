@@ -28,7 +28,7 @@ round. Spare places cost memory and computing, less than half as much as the liv
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -50,6 +50,8 @@ from mlx_speculation.models.exclusions import takes_key_steps
 from mlx_speculation.models.lanes.base import RequestLane, RequestRound
 from mlx_speculation.models.round_context import plain_step, rows_of_a_round
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
+
+NOTHING = nullcontext()
 
 
 class BatchLane(RequestLane):
@@ -218,8 +220,9 @@ class BatchRound(RequestRound):
         more = lane.padding(width) if width == self._count and not self._whole else 0
         if more:  # any tokens: no request keeps what they write
             tokens = mx.pad(tokens, [(0, 0), (0, more)])
-        step = plain_step(tokens.size) if self._whole else nullcontext()
-        with self._collecting(), rows_of_a_round(lane.part), step:
+        step = plain_step(tokens.size) if self._whole else NOTHING
+        taps = NOTHING if self._taps is None else self._taps.collect(self._hidden)
+        with taps, rows_of_a_round(lane.part), step:
             logits: mx.array = lane.model(tokens, cache=self.speculation.caches)
         lane.note_shape(width + more)
         if self._hidden is not None and (more or stand is not None):
@@ -259,3 +262,9 @@ class BatchRound(RequestRound):
         if isinstance(keep, int) or self._fed_as is None:
             return keep
         return [keep[row] for row in self._fed_as]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.speculation.__exit__(*error)

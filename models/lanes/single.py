@@ -7,7 +7,7 @@ need not hold equally many tokens. A lane does not know texts or samplers.
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,7 +39,7 @@ from mlx_speculation.models.introspect.position_table import (
 )
 from mlx_speculation.models.introspect.taps import States
 from mlx_speculation.models.lanes.base import RequestLane, RequestRound
-from mlx_speculation.models.lanes.batch import BatchLane
+from mlx_speculation.models.lanes.batch import NOTHING, BatchLane
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP
 from mlx_speculation.models.lanes.restore_points import RestorePoints
@@ -300,7 +300,8 @@ class LaneRound(RequestRound):
         else:
             whole = self._whole and not lane.is_draft  # plain step or part of a prompt
             way: Any = plain_step(n) if whole else rows_of_a_round(lane.part)
-            with self._collecting(), way:
+            taps = NOTHING if self._taps is None else self._taps.collect(self._hidden)
+            with taps, way:
                 logits = lane.run(tokens[None], cache=self.speculation.caches)
         return logits if batched else logits.squeeze(0)
 
@@ -311,7 +312,8 @@ class LaneRound(RequestRound):
         assert count <= lane.room, f"{count} tokens, and room for {lane.room}"
         padding = mx.zeros(shape.rows - count, tokens.dtype)
         rows = mx.concatenate([tokens, padding])[None]
-        with fixed_shape_forward(count), self._collecting():
+        taps = NOTHING if self._taps is None else self._taps.collect(self._hidden)
+        with fixed_shape_forward(count), taps:
             logits: mx.array = lane.model(rows, cache=self.speculation.caches)
         if self._hidden is not None:
             self._hidden.cut(count)
@@ -351,6 +353,12 @@ class LaneRound(RequestRound):
         lane.mixer_reruns += self._mixers_ran
         if lane.quantization is not None:
             self.replaced = lane.quantization.replace(lane.caches)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.speculation.__exit__(*error)
 
     def rollback(self) -> None:
         """Undo every forward, even after a commit if nothing has been written since."""

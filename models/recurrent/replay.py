@@ -133,7 +133,7 @@ class MixerCall:
 
     @property
     def complete(self) -> bool:
-        """Whether all calls that the recipe watches were noted."""
+        """Completeness of the notes: all calls that the recipe watches are in them."""
         if self.recipe is None:
             return False
         watch = self.recipe.watch
