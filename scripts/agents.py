@@ -32,12 +32,14 @@ from bench.replays.lookup_arms import (
     PromptLookup,
     SuffixDecoding,
     Tally,
+    draft_calls,
     replay,
 )
 from bench.replays.sessions import Turn, by_turns, edits, read_sessions, unrelated
 
 COSTS = {"1/32": 1 / 32, "1/8": 1 / 8, "1/2": 1 / 2}
 HISTORY = 200_000  # tokens of answers
+COUNTED = 8  # sessions whose draft calls are counted
 
 Sessions = Sequence[Sequence[Turn]]
 
@@ -90,6 +92,8 @@ def compare(arms: Mapping[str, Sessions], *, history: bool = True) -> dict[str, 
     if history:
         result["ours, no history"] = ours(first, 0)
         _say("ours, no history", result["ours, no history"])
+    result["draft call"] = draft_calls(first[:COUNTED], COSTS["1/8"], HISTORY)
+    sys.stdout.write(f"{'ours, each draft call':38} {result['draft call']}\n")
     for name, make in others().items():
         tally = run(make(), first)
         result[name] = {each: figures(tally, cost) for each, cost in COSTS.items()}

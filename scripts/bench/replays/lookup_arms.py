@@ -4,14 +4,19 @@ An arm sees only tokens: it proposes some, and then receives those that follow.
 """
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+from unittest.mock import patch
 
 from bench.replays.sessions import Turn
 from mlx_speculation.engine.draft_length.base import Feedback
 from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.rule import Credit, DraftRule
+from mlx_speculation.engine.lookup.automaton import SuffixAutomaton
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 
 LONGEST = 16  # tokens of a draft
@@ -106,6 +111,52 @@ class Ours(Arm):
         seconds = 1.0 + self._cost * drafted
         feedback = Feedback(drafted, accepted, seconds, not drafted, not drafted)
         self._rule.learn(1, self._plan, feedback)
+
+
+def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -> str:
+    """Return the mean and the maximum of the work of our draft calls, as counts.
+
+    Counted are the links read to find a match and to index the previous round's tokens,
+    and the tokens copied.
+    """
+    now = [0, 0]
+    calls: list[tuple[int, int]] = []
+
+    class Links(array):  # type: ignore[type-arg]
+        def __getitem__(self, state: Any) -> Any:
+            now[0] += 1
+            return super().__getitem__(state)
+
+    begin, copy = SuffixAutomaton.__init__, SuffixAutomaton.continuation
+
+    def begin_counted(self: Any, **options: Any) -> None:
+        begin(self, **options)
+        self._link = Links("i", self._link)
+
+    def copy_counted(self: Any, state: int, count: int) -> list[int]:
+        result = copy(self, state, count)
+        now[1] += len(result)
+        return result
+
+    class Counted(Ours):
+        def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+            now[:] = 0, 0
+            result = super().propose(tokens, limit)
+            calls.append((now[0], now[1]))
+            return result
+
+    with (
+        patch.object(SuffixAutomaton, "__init__", begin_counted),
+        patch.object(SuffixAutomaton, "continuation", copy_counted),
+    ):
+        arm = Counted(cost, history)
+        for turns in sessions:
+            replay(arm, turns, Tally())
+    walked, copied = zip(*calls, strict=True)
+    return (
+        f"{mean(walked):.1f} states walked (at most {max(walked)}), "
+        f"{mean(copied):.1f} tokens copied (at most {max(copied)})"
+    )
 
 
 class PromptLookup(Arm):
