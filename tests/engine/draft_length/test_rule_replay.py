@@ -41,9 +41,9 @@ PAIRS = (
 )
 REQUESTS = (50, 100, 300)
 QUICK = (0, ("cpu", "h100"))  # test_rule_machines.py has machines of any kind
-LEAST_PLAIN = 0.969
-# Least speed over the best: of all pairs, and of the few texts that tuned nothing.
-LEAST_SUM, HELD_OUT_SUM = 0.97, 0.965
+LEAST_PLAIN = 0.97
+# Least speed over the best of all pairs.
+LEAST_SUM = 0.97
 
 
 @cache
@@ -61,7 +61,7 @@ def check(
             said = f"{'+'.join(pair)} {name}, {tokens} tokens, {group.group}: "
             said += f"{group.over_plain:.3f} of plain, best is {group.best}"
             sys.stdout.write(f"{said}\n")
-            assert group.over_plain >= LEAST_PLAIN, said
+            assert round(group.over_plain, 3) >= LEAST_PLAIN, said
             best, ours_in_steps = best + group.least, ours_in_steps + group.ours.steps
     sys.stdout.write(
         f"{name}, {tokens} tokens, all pairs: {best / ours_in_steps:.3f} of best\n"
@@ -80,7 +80,7 @@ def test_it_loses_nothing_to_plain_steps_and_little_to_the_best_single_source(
 def test_neither_does_it_on_texts_that_chose_no_constant(
     name: str, tokens: int
 ) -> None:
-    check(HELD_OUT, [*PAIRS, ("dense-model-0.8",)], name, tokens, HELD_OUT_SUM)
+    check(HELD_OUT, [*PAIRS, ("dense-model-0.8",)], name, tokens, LEAST_SUM)
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_a_machine_with_a_noisy_clock_loses_little() -> None:
             machine = machines_of(traces(), pair)[name]
             noisy = Machine(machine.rounds, machine.left, machine.cold, noise.tolist())
             for group in judged(traces(), pair, noisy, 100):
-                assert group.over_plain >= LEAST_PLAIN - 0.009
+                assert group.over_plain >= LEAST_PLAIN - 0.01
