@@ -345,7 +345,7 @@ def test_an_error_that_a_handler_raises_ends_no_row(joined: bool) -> None:
             uid = made.insert(batch, case)
             while joined and not batch.running:
                 batch.next()
-            with signal_at_opcode(1500), pytest.raises(TimeoutError):
+            with signal_at_opcode(600), pytest.raises(TimeoutError):
                 batch.next()
             while batch.running or batch.waiting:
                 batch.next()
