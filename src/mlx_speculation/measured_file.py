@@ -41,9 +41,11 @@ class MeasuredFile:
 
     def read(self, parse: Callable[[Any], T]) -> T | None:
         """Return `parse` of the content; None: no file, or an unusable one (warns)."""
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return None
         try:
+            if not self.path.exists():
+                return None
             content = load_json(self.path)
             if {name: content[name] for name in self._head} != self._head:
                 raise ValueError("it is of another version, machine or model")
