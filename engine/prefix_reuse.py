@@ -35,7 +35,7 @@ class PrefixReuse:
     lanes: Callable[[], Sequence[Lane | None]]
     reach: int  # how many tokens a round adds to a lane at most
     keys: Sequence[int]  # cache keys of the tokens of a prompt with images
-    # Returns the head in the drafter, see `OpenDrafter.head`
+    # Returns the head in the drafter, see `OpenDrafter.prefix_head`
     head: Callable[[], Any]
     kept_head: int | None  # the index of the head's rows in `cache`
     ends: Collection[int]  # the ids of tokens that end a turn

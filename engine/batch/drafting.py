@@ -52,7 +52,7 @@ class BatchDrafting:
 
     def _shared_by(self, row: BatchRequest) -> SharedDrafter | None:
         """Return a drafter shared by requests like this one; None: it cannot be."""
-        lane, head = row.drafter.batch_lane, row.drafter.head
+        lane, head = row.drafter.batch_lane, row.drafter.batch_head
         if lane is not None:
             return SharedModel(BatchLane(lane.model, self._sizes))
         return None if head is None else SharedHead()

@@ -178,11 +178,8 @@ class OpenDrafter(Drafter):
         return ()
 
     @property
-    def head(self) -> Any:
-        """The `MtpDrafter` of a head that reads the target's states; None: no head.
-
-        It can draft for a whole batch, and a `PrefixCache` may keep its cache rows.
-        """
+    def prefix_head(self) -> Any:
+        """The `MtpDrafter` whose cache rows a `PrefixCache` may keep; None: no head."""
         return None
 
     @property
@@ -193,6 +190,11 @@ class OpenDrafter(Drafter):
     @property
     def batch_lane(self) -> Lane | None:
         """The lane of a draft model that can draft for a whole batch; else None."""
+        return None
+
+    @property
+    def batch_head(self) -> Any:
+        """The `MtpDrafter` of a head that can draft for a whole batch; else None."""
         return None
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:

@@ -133,9 +133,9 @@ class CascadeDrafter(OpenDrafter):
         return [lane for each in self._drafters for lane in each.lanes]
 
     @property
-    def head(self) -> Any:
+    def prefix_head(self) -> Any:
         """The head of the first drafter that has one; None: there is no head."""
-        heads = (each.head for each in self._drafters if not each.disabled)
+        heads = (each.prefix_head for each in self._drafters if not each.disabled)
         return next((head for head in heads if head is not None), None)
 
     @property

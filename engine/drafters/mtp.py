@@ -207,9 +207,11 @@ class MtpDrafter(OpenDrafter):
         return [self._cache.held, self.committed.arrays]
 
     @property
-    def head(self) -> "MtpDrafter":
+    def prefix_head(self) -> "MtpDrafter":
         """Itself; see `OpenDrafter`."""
         return self
+
+    batch_head = prefix_head
 
     @property
     def again(self) -> int:

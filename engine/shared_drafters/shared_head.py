@@ -190,7 +190,7 @@ class SharedHead(SharedDrafter):
 
 
 def _head(request: Drafted) -> MtpDrafter:
-    head: MtpDrafter = request.open_drafter.shared.head
+    head: MtpDrafter = request.open_drafter.shared.batch_head
     return head
 
 

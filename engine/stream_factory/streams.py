@@ -250,7 +250,7 @@ class StreamFactory:
             lanes,
             reach=request.policy.longest + 2,
             keys=keys,
-            head=lambda: None if drafter.disabled else drafter.head,
+            head=lambda: None if drafter.disabled else drafter.prefix_head,
             kept_head=self._setup.kept_head,
             ends=self._setup.tokenizer.eos_token_ids,
         )

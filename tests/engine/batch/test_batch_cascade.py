@@ -67,3 +67,18 @@ def test_sources_by_turns_change_no_text(
         sources = {name for uid in uids for name in batch.result(uid).stats.sources}
     assert len(script) > 6
     assert sources == {kind, "lookup"}
+
+
+def test_every_member_drafts_at_a_fixed_length() -> None:
+    """A head behind a lookup does not draft in its place."""
+    bench_of_kind = made("mtp")
+    inner: Any = bench_of_kind.generator("mtp")._setup.draft
+    cascade = CascadeDraft(LookupDraft(), inner)
+    generator = bench_of_kind.generator("none", draft=cascade, draft_length=3)
+    with BatchGenerator(generator) as batch:
+        cases = [Case(p, SAMPLINGS[0], 48) for p in (2, 9, 23)]
+        uids = [bench_of_kind.insert(batch, case) for case in cases]
+        while batch.waiting or batch.running:
+            batch.next()
+        stats = [batch.result(uid).stats for uid in uids]
+    assert {name for each in stats for name in each.sources} == {"lookup", "mtp"}

@@ -503,6 +503,6 @@ def test_a_row_that_leaves_while_it_is_read_lets_go_of_what_was_read() -> None:
         assert drafter.inner.committed.arrays
         row = batch._rows[uid]
         assert batch.remove(uid).finish_reason == "closed"
-        assert row.drafter.head is not None
+        assert row.drafter.batch_head is not None
         assert drafter.inner.committed.arrays == []
         assert batch.memory == 0

@@ -111,7 +111,7 @@ def test_a_users_object_has_the_defaults_of_what_it_lacks() -> None:
         assert drafter.read_ahead(Sequence([1]), lambda count: True) is read
         drafter.remember([0, 1, 2], 1)
         assert list(drafter.lanes) == []
-        assert drafter.head is drafter.batch_lane is None
+        assert drafter.prefix_head is drafter.batch_lane is drafter.batch_head is None
         assert not drafter.disabled
     assert rich.known == [1, 2]
 
