@@ -98,13 +98,15 @@ def as_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         if of_list or (isinstance(value, Mapping) and step in value):
             value = value[step]
             path.append(step)
-    if error["type"] == "missing":
-        value = None
+    missing = error["type"] == "missing"
+    if missing:
         path.append(error["loc"][-1])
     param = ""
     for step in path:
         param += f"[{step}]" if isinstance(step, int) else f".{str(step)[:100]}"
     param = param.removeprefix(".")
+    if missing:
+        return invalid(f"{param} is missing. Add it.", param)
     shown = f"{param} is {short(value)}" if param else "The body"
     why = error["msg"].removeprefix("Value error, ")
     return invalid(f"{shown}: {why}.", param or None)
