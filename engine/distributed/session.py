@@ -229,10 +229,10 @@ def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
         (name, rank)
         for name in first
         for rank, other in enumerate(fields)
-        if other[name] != first[name]
+        if other.get(name) != first[name]
     )
     return (
-        f"{name} is {fields[rank][name]} on rank {rank}, and {first[name]} on rank 0. "
+        f"{name} is {fields[rank].get(name)} on rank {rank}, and {first[name]} on rank 0. "
         "Run the same program with the same models and options on every rank."
     )
 

@@ -64,6 +64,8 @@ class RecurrentSlots:
         self._cache[slot] = value
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy has no cache yet
+            raise AttributeError(name)
         return getattr(self._cache, name)  # lengths, padding, masks
 
     def update_recurrent(
