@@ -232,8 +232,8 @@ def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
         if other.get(name) != first[name]
     )
     return (
-        f"{name} is {fields[rank].get(name)} on rank {rank}, and {first[name]} on rank 0. "
-        "Run the same program with the same models and options on every rank."
+        f"{name} is {fields[rank].get(name)} on rank {rank}, and {first[name]} on rank "
+        "0. Run the same program with the same models and options on every rank."
     )
 
 
