@@ -1,11 +1,11 @@
 r"""Explains each adaptive draft length, or replays a policy on recorded texts.
 
-Every round of the adaptive arm is printed: what the policy knew, the draft length that
-it chose, and the result. With --traces, recorded texts are replayed at the costs of
---machine, without a clock (see `bench.replays`); a plain step takes a second there.
-spec_bench.py compares the speeds of fixed and adaptive lengths. The draft "wrong"
-always proposes the least probable token of the draft model: it shows what trying a
-draft costs where nothing can be gained.
+For every round with an adaptive length, the script prints what the policy knew, the
+chosen draft length, and the result. With --traces, it replays recorded texts at the
+costs of --machine, without a clock (see `bench.replays`); a plain step of a replay
+takes one second. The draft "wrong" always proposes the least probable token of the
+draft model, and so shows the cost of trying a draft that can gain nothing.
+spec_bench.py compares the speeds of fixed and adaptive lengths.
 
     python scripts/draft_length.py --draft lookup+model --prompts 1
     python scripts/draft_length.py --traces tests/support/draft_length/traces.npz \
@@ -88,7 +88,7 @@ def replay(
     *,
     explain: bool,
 ) -> None:
-    """Replay the named pairs of a file, or all, as requests of `tokens` tokens."""
+    """Replay the named pairs of a file, or all; requests have `tokens` tokens."""
     import numpy as np
 
     from bench.replays.replay import judged, machines_of
@@ -121,7 +121,7 @@ def explained(
     tokens: int,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Generate texts with adaptive lengths, print their rounds, and count them."""
+    """Generate texts with adaptive lengths, print the rounds, and return counts."""
     from bench.series import total
     from mlx_speculation import Sampling
 
@@ -147,7 +147,7 @@ def explained(
 
 
 def say(title: str, decisions: "Iterable[tuple[Plan, Feedback]]") -> None:
-    """Print the plan of each round and its result."""
+    """Print the result of each round and its plan."""
     typer.echo(title)
     for number, (plan, outcome) in enumerate(decisions):
         came = f"{outcome.accepted:g} of {outcome.drafted}"

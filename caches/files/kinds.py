@@ -1,8 +1,9 @@
-"""The kinds of caches that a file can hold: their fields, and the checks of these.
+"""The kinds of caches that a file can hold, with their fields and checks.
 
 A class name in a file is looked up only in the table `KINDS`. Other kinds are refused,
 and so are subclasses, since they may have more fields than their parents. A
-`SlidingKVCache` is saved as a ring; `with_slack` converts loaded rings.
+`SlidingKVCache` is saved as a `RotatingKVCache` (a ring); `with_slack` converts loaded
+rings back.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,20 +27,20 @@ class Kind:
     """One kind of cache."""
 
     cls: type
-    numbers: tuple[str, ...]  # its fields that are integers or booleans
-    arrays: tuple[str, ...]  # its fields that are arrays, sequences of arrays or None
+    numbers: tuple[str, ...]  # the fields that are integers or booleans
+    arrays: tuple[str, ...]  # the fields that are arrays, sequences of arrays or None
     # Returns the number of rows in use, or None if the fields do not fit each other.
     used: Callable[[Any], int | None]
     settings: tuple[str, ...] = ()  # numbers that never change in a cache
-    # Numbers that mlx-lm 0.32's `state` lacks. It has the other numbers after the
-    # arrays; the `state` of 0.31 has only arrays.
+    # Numbers that `state` lacks in mlx-lm 0.32. There, `state` has the arrays and then
+    # the other numbers; in 0.31, `state` has only arrays.
     unsaved: tuple[str, ...] = ()
     # Fields that are None except between `prepare` and `finalize`.
     pending: tuple[str, ...] = ()
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """Its fields in the order of mlx-lm 0.32's `state`."""
+        """The fields in the order of `state` in mlx-lm 0.32."""
         numbers = (name for name in self.numbers if name not in self.unsaved)
         return (*self.arrays, *numbers)
 
@@ -119,7 +120,7 @@ def kind_of(cache: Any) -> Kind:
 
 
 def is_known(cache: Any) -> bool:
-    """Return whether the class of a live leaf is one of the kinds, not a subclass."""
+    """Return whether a leaf can be saved; a subclass of a known class cannot."""
     kind = KINDS.get(type(cache).__name__)
     known = kind is not None and type(cache) is kind.cls
     return known or type(cache) is SlidingKVCache
@@ -134,7 +135,7 @@ def built(name: str, fields: dict[str, Any]) -> Any:
 
 
 def copies(caches: Sequence[Any]) -> list[Any]:
-    """Return caches with the same arrays; a ring for each `SlidingKVCache`."""
+    """Return caches with the same arrays; each `SlidingKVCache` becomes a ring."""
     return [
         CacheList(*copies(cache.caches))
         if type(cache) is CacheList
@@ -144,14 +145,14 @@ def copies(caches: Sequence[Any]) -> list[Any]:
 
 
 def as_saved(cache: Any) -> Any:
-    """Return a leaf with the same arrays; a ring for a `SlidingKVCache`."""
+    """Return a leaf with the same arrays; a `SlidingKVCache` becomes a ring."""
     if type(cache) is SlidingKVCache:
         return cache.to_native()
     return built(type(cache).__name__, vars(cache))
 
 
 def check(caches: Sequence[Any], what: str = "cache ") -> None:
-    """Check every leaf, and that batch sizes agree; cut unused rows off."""
+    """Check every leaf and the batch sizes, which must agree; cut off unused rows."""
     for i, cache in enumerate(caches):
         _check(cache, f"{what}{i}")
     sizes = {size for leaf in flat(caches) if (size := batch(leaf)) is not None}
@@ -171,7 +172,7 @@ def _check(cache: Any, place: str) -> None:
 
 
 def check_leaf(cache: Any) -> None:
-    """Check a leaf of a known kind, and cut unused rows off."""
+    """Check a leaf of a known kind, and cut off its unused rows."""
     kind = kind_of(cache)
     for name in kind.pending:
         pending = getattr(cache, name)
@@ -188,7 +189,7 @@ def check_leaf(cache: Any) -> None:
 
 
 def _as_in_mlx_lm(rows: Any) -> Any:
-    return tuple(rows) if isinstance(rows, list) else rows  # of a file: quantized parts
+    return tuple(rows) if isinstance(rows, list) else rows  # quantized, from a file
 
 
 def _is_count(name: str, value: Any) -> bool:
@@ -197,7 +198,7 @@ def _is_count(name: str, value: Any) -> bool:
 
 
 def _said(cache: Any) -> str:
-    """Return a text with every field of a cache, arrays as shape and dtype."""
+    """Describe every field of a cache; an array by its shape and dtype."""
     fields: Any = tree_flatten(vars(cache))
     texts = (
         f"{name} {value.shape} {value.dtype}"
@@ -221,9 +222,9 @@ def batch(leaf: Any) -> int | None:
 
 
 def positions(leaf: Any) -> list[int] | None:
-    """Return how many tokens each row holds; None: the leaf does not count them.
+    """Return the number of tokens in each row; None: the leaf does not count tokens.
 
-    An empty leaf is None too, since the model may not use it.
+    The result is None for an empty leaf too, since the model may not use this leaf.
     """
     offset: Any = getattr(leaf, "offset", 0)
     if isinstance(offset, mx.array):

@@ -4,11 +4,11 @@
     commit(1)                                       offset 8
     rollback()                                      offset 7
 
-A write without enough room moves the window into new buffers, together with every row
-of the open round and the whole window before the round. So any prefix can still be
-kept, and a rollback puts the old buffers back. The journal refers to the cache's own
-array objects, and a second reference to the same Python object does not make a write
-copy. After a move the old buffers live as long as the journal.
+If the buffers lack room, a write moves the window, all rows of the open round and the
+whole window before the round into new buffers. So any prefix can still be kept, and a
+rollback puts the old buffers back. The journal holds the cache's own array objects. A
+second reference to a Python object does not make a write copy the buffer. After a move,
+the old buffers live as long as the journal.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 
 class PresentedSliding(SlidingKVCache):
-    """The live cache, which keeps the rows that a rollback of the round needs.
+    """A view of the live cache that keeps the rows needed to undo the round.
 
-    It shares the live cache's `__dict__`; the round's start is in a slot. In a round no
-    row sees more than `max_size` rows, as in rotating_kv.py. With `steps`, a window
-    that is not full yet is shown in whole steps of rows.
+    The view shares the live cache's `__dict__`; its slots hold the state of the round.
+    In a round, each row sees at most `max_size` rows, as in rotating_kv.py. With
+    `steps`, a window that is not full yet is padded to whole steps of rows.
     """
 
     __slots__ = ("_start", "_steps", "_whole")
@@ -43,18 +43,18 @@ class PresentedSliding(SlidingKVCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Append rows; all rows of the round so far can still be undone."""
+        """Append rows, and keep what is needed to undo the whole round."""
         shown = self._append(keys, values, undo=self.offset - self._start)
         return shown_in_steps(self) if self._in_steps else shown
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the keys and values as after the last write, without undone rows."""
+        """Return what the last write returned, without the rows undone since."""
         return shown_in_steps(self) if self._in_steps else super().keys_and_values()
 
     def make_mask(
         self, n: int, window_size: int | None = None, return_array: bool = False
     ) -> Any:
-        """Return the mask; in a round, for a window of at most `max_size`."""
+        """Return the mask; in a round, its window is at most `max_size` rows."""
         if window_size is not None and not self._whole:
             window_size = min(window_size, self.max_size)
         if self._steps is not None:
@@ -70,7 +70,7 @@ class PresentedSliding(SlidingKVCache):
         return ends is not None and ends.get(self.max_size) == self.offset
 
     def _takes_steps(self, n: int) -> bool:
-        """Return whether the window still has all rows, and room for whole steps."""
+        """Return whether no row has left the window, and whole steps have room."""
         return (
             self.keys is not None
             and asks_cudnn(self.keys.dtype)
@@ -82,8 +82,8 @@ class PresentedSliding(SlidingKVCache):
 class SlidingJournal(LiveJournal):
     """Journal of one `SlidingKVCache`.
 
-    With `whole`, all rows or none will be kept. With `shape`, the model sees the cache
-    in a fixed view.
+    With `whole`, a commit keeps all rows. With `shape`, the model sees the cache in a
+    fixed view.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The tree of a prefix cache within its byte budget.
+"""The tree of a prefix cache, kept within a byte budget.
 
-Only two things exceed the budget for a moment: one edge of at most `every` tokens while
-it is cut or copied, and one state while it is taken.
+The budget is exceeded only for a moment, by an edge of at most `every` tokens while the
+edge is cut or copied, or by a state while its snapshot is taken.
 """
 
 import itertools
@@ -21,9 +21,9 @@ class BoundedTree(PrefixTree):
     """A tree whose nodes fit into a budget.
 
     Args:
-        roles: the roles whose rows it holds.
-        budget: the limit of its bytes.
-        every: the most tokens of a new edge.
+        roles: the roles whose rows the tree holds.
+        budget: the limit of the tree's bytes.
+        every: the largest number of tokens of a new edge.
     """
 
     def __init__(self, roles: Roles, budget: Budget, every: int) -> None:
@@ -58,10 +58,10 @@ class BoundedTree(PrefixTree):
     def fill(
         self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
     ) -> bool:
-        """Add a file's rows to a node, and restore points to the last one read (`end`).
+        """Add rows of a file to a node; to the last node (`end`), restore points too.
 
         Returns:
-            False if there is no room for the rows or the point that the target needs.
+            False if the target's rows, or the restore point that it needs, do not fit.
         """
         for which, (rows, point) in kept.items():
             part = self._roles[which].part(rows, node.start, node.stop)
@@ -120,8 +120,8 @@ class BoundedTree(PrefixTree):
     ) -> Node | None:
         """Add the rows in `kept` to the nodes along `tokens`; return the last node.
 
-        To make room, cheaper nodes are evicted, then later points in `taken` are
-        dropped. None: there is no room.
+        To make room, nodes that cost less than the claim are evicted, then restore
+        points in `taken` after `tokens` are dropped. None: the room does not suffice.
         """
         nodes = self.reach(tokens)
         known = nodes[-1]

@@ -1,22 +1,22 @@
 """KV cache of a batch in which each row begins at column 0 and has its own end.
 
 In mlx-lm's `BatchKVCache` all rows end at the same column, with padding on their left.
-After a round in which rows keep different numbers of positions, it has to move the
-rows, which copies all of them. This cache writes each row after the row's own last
-position. So a commit changes a number for each row:
+If rows keep different numbers of positions after a round, `BatchKVCache` has to move
+them, which copies all rows. This cache writes each row after the row's own last
+position. So a commit changes only the length of each row:
 
     rows of 5 and 2 positions, capacity 8      a b c d e . . .     x y . . . . . .
     a write of 3 to both                       a b c d e f g h     x y z u v . . .
     commit([1, 3])                             lengths 6 and 5, nothing is copied
-    shown for the next write of 1              columns [0, 7), a mask for each row
+    a write of 1 returns                       columns [0, 7), a mask for each row
 
 The mask hides the columns after a row's length. Rows of different lengths need a mask
-in either cache. For models this is a `BatchKVCache`: it has the same `offset` of each
-row, `make_mask` and `update_and_fetch`.
+in both caches. Models use this cache as a `BatchKVCache`, through `make_mask`,
+`update_and_fetch` and `offset`, which has a number for each row.
 
-The lengths are on the host, and equal in all layers of a model. So arrays derived from
-them are made once for all layers, on the host. On a GPU, computing them in each layer
-would take a sixth of all kernels of a step.
+The lengths are kept on the host, and all layers of a model have the same ones. So
+arrays that depend on the lengths are made on the host, once for all layers. If each
+layer computed them on a GPU, that would be a sixth of all kernels of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,8 +45,8 @@ class RaggedKVCache(BatchKVCache):
         keys: [rows, heads, columns, dim]; None: nothing was written yet.
         values: likewise.
         lengths: number of positions of each row.
-        in_steps: pad the columns to whole steps for several positions where that is
-            faster, see `caches/types/padded_kv.py`. Only for tested models.
+        in_steps: whether writes of several positions return columns padded to whole
+            steps where that is faster, see padded_kv.py. Only for tested models.
     """
 
     def __init__(self, rows: int) -> None:
@@ -86,13 +86,13 @@ class RaggedKVCache(BatchKVCache):
         return max(self.lengths, default=0)
 
     def needed(self, rows: Sequence[int] | None = None) -> int:
-        """Return the columns of these rows, or of all, in whole steps."""
+        """Return how many columns these rows need (or all rows), in whole steps."""
         lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
         return self._whole(max(lengths, default=0))
 
     @property
     def shown(self) -> int:
-        """Number of columns that the last write returned, as a read does now."""
+        """Number of columns that the last write returned and that a read returns."""
         return self._shown(self.columns)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
@@ -107,7 +107,7 @@ class RaggedKVCache(BatchKVCache):
         stop = self._shown(max(lengths) + width)
         empty = self.keys is None or self.values is None
         if empty or min(self.keys.shape[2], self.values.shape[2]) < stop:
-            # Keys and values apart: after an interruption, one may be shorter.
+            # Each is padded by itself: after an interruption, one may be shorter.
             columns = self._whole(stop)
             self.keys = self._padded(self.keys, keys, columns)
             self.values = self._padded(self.values, values, columns)
@@ -123,7 +123,7 @@ class RaggedKVCache(BatchKVCache):
         return self.keys[..., :stop, :], self.values[..., :stop, :]
 
     def keys_and_values(self) -> Any:
-        """Return the columns up to the end of the longest row, or of its step."""
+        """Return the first `shown` columns of keys and values."""
         stop = self.shown
         return self.keys[..., :stop, :], self.values[..., :stop, :]
 
@@ -135,7 +135,8 @@ class RaggedKVCache(BatchKVCache):
     ) -> Any:
         """Return a mask of the columns that the next N positions of each row see.
 
-        If all rows have the same length, it is None for one position, else "causal".
+        If all rows have the same length and no array is needed, the mask is None for
+        one position and "causal" for several.
         """
         self.stepped, lengths = N > 1, tuple(self.lengths)
         written = max(lengths, default=0) + N
@@ -152,7 +153,7 @@ class RaggedKVCache(BatchKVCache):
         return mask
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep these rows, in this order, and only the columns that they need."""
+        """Keep these rows, in this order, and cut off columns that no row needs."""
         places = mx.array(batch_indices)
         order: Any = batch_indices
         if isinstance(order, mx.array):
@@ -192,16 +193,16 @@ class RaggedKVCache(BatchKVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays, free columns included."""
+        """Bytes of all arrays, including free columns."""
         return sum(array.nbytes for array in buffers(self))
 
     @property  # type: ignore[misc]  # it is not loaded
     def state(self) -> Any:
-        """Its arrays, to evaluate them."""
+        """The arrays of the cache, for `mx.eval`."""
         return self.keys, self.values
 
     def _shown(self, columns: int) -> int:
-        """Return how many columns the model sees if so many are written."""
+        """Return how many columns the model sees if `columns` are written."""
         if self.stepped and self.in_steps and self.keys is not None:
             return whole_steps(columns) if asks_cudnn(self.keys.dtype) else columns
         return columns
@@ -211,11 +212,11 @@ class RaggedKVCache(BatchKVCache):
         return 0 if self.keys is None else int(buffers(self)[0].shape[2])
 
     def _change(self, change: Callable[..., mx.array], *others: Pair) -> None:
-        """Replace each array by `change` of it and of the matching one in `others`."""
+        """Replace each array by `change` of this array and of its match in `others`."""
         self.keys, self.values = tree_map(change, (self.keys, self.values), *others)
 
     def _widen(self, like: Pair, columns: int) -> None:
-        """Grow the arrays to at least so many columns; make zeros if there are none."""
+        """Grow the arrays to at least `columns` columns; without arrays, make zeros."""
         if self.keys is None:
             self.keys, self.values = tree_map(
                 lambda one: self._padded(None, one, columns), like
@@ -224,11 +225,11 @@ class RaggedKVCache(BatchKVCache):
             self._change(lambda array: self._padded(array, array, columns))
 
     def _whole(self, columns: int) -> int:
-        """Return a number of columns rounded up to whole steps."""
+        """Return `columns` rounded up to whole steps."""
         return -(-columns // self.step) * self.step
 
     def _padded(self, array: Any, like: mx.array, columns: int) -> mx.array:
-        """Return an array padded to at least so many columns; zeros if it is None."""
+        """Return `array` padded to at least `columns` columns; for None, zeros."""
         if array is None:
             _, heads, _, dim = like.shape
             return mx.zeros((len(self.lengths), heads, columns, dim), like.dtype)

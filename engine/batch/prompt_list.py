@@ -1,4 +1,4 @@
-"""Generation of a list of prompts in a batch, each with its options."""
+"""Generation from a list of prompts in one batch, with options for each prompt."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +53,7 @@ def options_of_rows(
     """Return the options of each row.
 
     Raises:
-        InvalidRequestError: `each` has options for another number of rows.
+        InvalidRequestError: `each` is not empty, and does not have `count` entries.
     """
     if each and len(each) != count:
         raise InvalidRequestError(

@@ -1,8 +1,8 @@
-"""The drafters with EAGLE-3 or P-EAGLE heads, which have folders of their own.
+"""Drafters with EAGLE-3 or P-EAGLE heads from folders of their own.
 
-Such a head drafts like an MTP head (see `engine/drafters/mtp.py`). But its input state
-is made of the outputs of three layers of the target, and it may draft from a part of
-the token ids only.
+Such a head drafts like an MTP head (see `engine/drafters/mtp.py`), with two
+differences: the head's input state is made of the outputs of three layers of the
+target, and its vocabulary may be only a part of the token ids.
 """
 
 from pathlib import Path
@@ -38,12 +38,12 @@ class EagleDraft(HeadDraft):
 
     Args:
         model: the target.
-        head: its head.
-        layers: the target's layers, from 0, whose outputs the head reads; -1: the
-            embeddings; -2: the output of the final norm.
+        head: the head, trained for this target.
+        layers: indices, from 0, of the target's layers whose outputs the head reads;
+            -1: the embeddings; -2: the output of the final norm.
 
     Raises:
-        UnsupportedModelError: the target's structure does not give access to these.
+        UnsupportedModelError: the target's structure gives no access to these outputs.
     """
 
     kind: Literal["eagle", "peagle"] = "eagle"
@@ -77,16 +77,16 @@ class EagleDraft(HeadDraft):
         Args:
             folder: the head's folder.
             model: the target.
-            layer_ids: how config.json counts layers: "layers", or "tuple", in which 0
-                is the embedding. None: the target generates about 64 tokens, and the
-                head predicts them with each numbering, or with a few sets of layers if
-                config.json lists none. An unusual one is taken only if it is surely
-                better. Without a tokenizer the usual one is taken. If config.json
-                lists no layers, `notice` says which ones the head reads.
-            tokenizer: the target's tokenizer.
+            layer_ids: how config.json counts layers: "layers", or "tuple", where 0 is
+                the embedding. None: the target generates about 64 tokens, and the head
+                predicts them with each way to count. If config.json lists no layers,
+                the head predicts with a few sets of layers instead, and `notice` says
+                which set it reads. An unusual choice is taken only if it is surely
+                better than the usual one.
+            tokenizer: the target's tokenizer; None: the usual choice is taken.
 
         Raises:
-            ModelFolderError: the folder holds no such head, or a part of one.
+            ModelFolderError: the folder holds no such head, or only a part of one.
             ConventionError: the head predicts no better than chance.
         """
         starts = None if tokenizer is None else starts_for(tokenizer)
@@ -100,7 +100,7 @@ class EagleDraft(HeadDraft):
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> MtpDrafter:
-        """Return the drafter of one stream, which follows the target's lane."""
+        """Return a drafter for one stream; it follows the lane of the target."""
         return MtpDrafter(
             self.new_cache,
             sequence,
@@ -113,7 +113,7 @@ class EagleDraft(HeadDraft):
 
     @property
     def trees(self) -> bool:
-        """Return whether it drafts trees, which a head with a window cannot."""
+        """Return whether the head drafts trees; a head with a window cannot."""
         return not self.head.windowed
 
     def new_cache(self, first: int) -> HeadCache:
@@ -124,7 +124,7 @@ class EagleDraft(HeadDraft):
 class PEagleDraft(EagleDraft):
     """A P-EAGLE head on its target; see `EagleDraft`.
 
-    The head makes all drafted tokens of a round in one forward.
+    The head drafts all tokens of a round in one forward.
     """
 
     kind = "peagle"

@@ -1,14 +1,15 @@
 """Test of exact mode: do the bits of a row depend on its place in the forward?
 
 Exact mode needs one property of the device: if all forwards have the same shape, the
-tokens up to a row determine its bits; its place in the forward and the rows after it
-have no effect. The test feeds random tokens at the beginning and at the end
-of each view of the keys (see `caches.types.fixed_view`), up to a context length:
+bits of a row's logits depend only on the tokens up to the row, not on the row's place
+in the forward or on later rows. The test feeds a text of random tokens. It compares
+rows at the beginning and at the end of each view of the keys (see
+`caches.types.fixed_view`), up to a context length:
 
     alone       each token alone, with padding; this gives the expected bits
     places      each token at each place of a forward over tokens of the text
-    company     each token at the first place, with random tokens after it
-    rounds      tokens of the text, then random ones; only those of the text are
+    company     each token at the first place, with other random tokens after it
+    rounds      tokens of the text, then other random tokens; only the text is
                 committed, which tests the rollback of the caches
 """
 
@@ -51,8 +52,8 @@ def check_exact(
         model: the target.
         shape: the shape of the forwards.
         context: the number of positions to reach, rounded up to whole views.
-        seed: the seed of the random tokens.
-        report: called with the number of finished steps of the test, and of all steps.
+        seed: the seed of all random tokens.
+        report: called with the number of finished steps and the number of all steps.
 
     Raises:
         UnsupportedModelError: exact mode does not support the model's architecture.
@@ -93,10 +94,10 @@ def check_exact(
 def _both_ways(
     lane: Lane, text: Sequence[int], draw: np.random.Generator, vocab: int
 ) -> tuple[dict[int, Any], list[Row]]:
-    """Feed tokens of the text alone, and in the three other ways; commit the tokens.
+    """Feed each token of the text in the four ways of the test; commit the text.
 
     Returns:
-        The logits of each position fed alone, and the rows of the other ways.
+        The logits of each position fed alone, and the rows of the three other ways.
     """
     other = _twin(lane, lane.shape)
     alone: dict[int, Any] = {}
@@ -118,7 +119,7 @@ def _both_ways(
 
 
 def _rows(lane: Lane, fed: Sequence[int], count: int, keep: int = 0) -> list[Row]:
-    """Feed tokens, commit `keep` of them, and return the first `count` rows."""
+    """Feed tokens, commit the first `keep`, and return the first `count` rows."""
     first = lane.seen
     with lane.begin() as lane_round:
         logits = lane_round.forward(mx.array(list(fed)))[:count].astype(mx.float32)
@@ -130,7 +131,7 @@ def _rows(lane: Lane, fed: Sequence[int], count: int, keep: int = 0) -> list[Row
 
 
 def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
-    """Return a new lane with copies of the caches."""
+    """Return a new lane whose caches hold what this lane's caches hold."""
     twin = Lane(lane.model, sliding="slack", shape=shape)
     if lane.seen:
         twin.resume(snapshot(lane.caches, 0, lane.seen))
@@ -138,7 +139,7 @@ def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
 
 
 def _seconds(lane: Lane) -> tuple[float, float]:
-    """Return the seconds of a step without exact mode, and with it."""
+    """Return the seconds of a step without exact mode, and of one in exact mode."""
     result = []
     for one in (_twin(lane, None), lane):
         times = []

@@ -1,7 +1,7 @@
 """Base of draft heads: MTP heads, EAGLE heads and DFlash drafters on their targets.
 
-A head has a KV cache of its own. Position m of it pairs the target's hidden state at
-m with token m + 1 of the text.
+A head has a KV cache of its own. Position m of this cache pairs the target's hidden
+state at position m with token m + 1 of the text.
 """
 
 import copy
@@ -14,15 +14,15 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 
 class ChooseNext(Protocol):
-    """Chooses the next draft of one text or many."""
+    """Chooses the next drafted token of one text or several."""
 
     def __call__(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose tokens [texts] from logits [texts, n].
 
         Args:
-            logits: for the next draft.
-            ids: the token ids of the columns, uint32 [n], or for each text [texts, n];
-                the head's when omitted.
+            logits: the scores of the next drafted token.
+            ids: the token ids of the columns, uint32 [n], or [texts, n] if they differ
+                between texts; None: the ids of the head.
         """
         ...
 
@@ -50,8 +50,8 @@ class HeadState(NamedTuple):
     """State of a head's caches for one text."""
 
     ends: tuple[int, ...]  # for each layer, the position that comes next
-    # For each layer, the states of the layer before at positions from this layer's end
-    # to the end of the layer before, [1, positions, dim]; None: no positions
+    # For each layer, the previous layer's states at the positions from this layer's end
+    # to the previous layer's end, [1, positions, dim]; None: no positions
     waiting: tuple[mx.array | None, ...]
 
 
@@ -59,9 +59,9 @@ class HeadOnTarget(ABC):
     """A head on its target, which runs positions and writes them to the caches.
 
     Attributes:
-        head: the head. It has `chained`, whether each layer makes one draft of a chain;
-            `depth`, the most drafts in a round, or None; and `new_caches()`, which
-            makes a list of caches for each layer.
+        head: the head. `chained`: whether each layer makes one token of a chain;
+            `depth`: the largest number of drafted tokens in a round, or None for no
+            limit; `new_caches()` makes a list of caches for each layer.
     """
 
     head: Any
@@ -69,13 +69,13 @@ class HeadOnTarget(ABC):
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Run all positions to the end.
+        """Return the output of a layer for all positions.
 
         Args:
             hidden: states of the target, or recycled ones of the head, [batch,
                 positions, dim].
-            tokens: ids [batch, positions]; position i has the token at i + 1, in a
-                chain the token at i + 1 + layer.
+            tokens: ids [batch, positions]; position i takes token i + 1 of the text, or
+                token i + 1 + layer in a chain.
             caches: the caches of the layer; the positions are written to them.
             layer: the index of the layer in the head.
         """
@@ -84,7 +84,7 @@ class HeadOnTarget(ABC):
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Run the last position to the end, and the rest for keys and values only.
+        """Return the output for the last position; the rest only fills the caches.
 
         The arguments are those of `rows`; the output has one position.
         """
@@ -100,7 +100,7 @@ class HeadOnTarget(ABC):
         layer: int,
         counts: Sequence[int],
     ) -> HeadOutput:
-        """Run the first `counts` positions of each text; the rest is padding.
+        """Run the first `counts[i]` positions of text i; the rest is padding.
 
         The other arguments are those of `rows`. The logits are those of each text's
         last position, [texts, 1, vocab].
@@ -146,7 +146,7 @@ class HeadOnTarget(ABC):
 
 
 class ParallelHead(Protocol):
-    """A head on its target with its own way to draft, such as in one forward."""
+    """A head on its target that drafts in its own way, for example in one forward."""
 
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
@@ -173,10 +173,10 @@ class ParallelHead(Protocol):
         Args:
             hidden: see `history`.
             tokens: see `history`; the last one is the newest token.
-            caches: the caches to write to: first these positions, then drafts.
-            count: how many drafts, at most the head's depth.
-            choose: gets logits [texts, n] and returns the draft, [texts], for each
-                draft in turn.
+            caches: the caches to write to: first these positions, then drafted ones.
+            count: the number of tokens to draft, at most the head's depth.
+            choose: is called for each drafted token in turn, with logits [texts, n],
+                and returns the tokens, [texts].
         """
         ...
 
@@ -184,10 +184,10 @@ class ParallelHead(Protocol):
 def fed_again(layers: Sequence[Sequence[Any]]) -> int:
     """Return how many tokens before a point are fed again when a head resumes there.
 
-    That is one for each layer of a chain. If all caches hold windows, none of their
-    rows are kept, so the sum of the windows is added: the layers together look back
-    that far. If only some hold windows, rows depend on all tokens before, so the head's
-    history begins at the point.
+    That is one token for each layer of a chain. If all caches are sliding windows, none
+    of their rows are kept, so the sum of the window sizes is added: the layers together
+    look back that far. If only some are windows, rows depend on all earlier tokens, so
+    the head's history begins at the point.
     """
     sizes = [getattr(cache, "max_size", 0) for caches in layers for cache in caches]
     return len(layers) + (sum(sizes) if all(sizes) else 0)

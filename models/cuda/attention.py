@@ -1,28 +1,30 @@
 """Attention of a few rows to many keys on CUDA, in half precision.
 
-mlx 0.32 has a kernel for single rows without a mask, and calls cuDNN for the rest,
-which takes about 40 ms to plan for each new number of rows or keys. The kernel here is
+mlx 0.32 has a kernel for single rows without a mask, and otherwise calls cuDNN, which
+takes about 40 ms to plan each new pair of row count and key count. The kernel here is
 compiled once for each head dimension, for any number of keys.
 
-Rows are (head, position) pairs of one key head. A block has sixteen rows and a part of
-the keys. Its warps take sixteen keys at a time in turn, and each warp keeps running
-maxima and sums (online softmax; Milakov and Gimelshein 2018, "Online normalizer
-calculation for softmax"). If there are too few blocks, keys are split among several,
-and a second kernel joins their results (Dao et al. 2023, "Flash-Decoding").
+Rows are (query head, position) pairs of one key head. A block computes a tile of
+sixteen rows over a part of the keys. Its warps take turns at groups of sixteen keys.
+Each warp keeps running maxima and sums (online softmax; Milakov and Gimelshein 2018,
+"Online normalizer calculation for softmax"). If tiles alone make too few blocks, the
+keys of a tile are split among several blocks, and a second kernel joins the results of
+these blocks (Dao et al. 2023, "Flash-Decoding").
 
 Both products use matrix fragments (`mma.m16n8k16`, sums in float32), and every read is
 of 16 adjacent bytes:
 
-    scores     rows are those of the tile, columns are keys. The order of the head's
+    scores     rows are rows of the tile, columns are keys. The order of the head's
                dimensions is free, as long as it is the same for queries and keys
-    results    rows are those of the tile, columns are dimensions of the head. Column g
+    results    rows are rows of the tile, columns are dimensions of the head. Column g
                of fragment i is dimension 8 g + i, so a thread reads eight adjacent
-               dimensions of a value. Its scores are the left operand without a shuffle
+               dimensions of a value. A thread's scores are its part of the left
+               operand, without a shuffle
 
-A NaN in a key or value that a row sees makes the row's result NaN, as the check of the
-logits needs it, and does not affect other rows. A row that sees no key gets zeros. If
-some row of a tile does not see all of sixteen keys, values that are not finite are left
-out of the product, and the rows that see them become NaN.
+A NaN in a key or value makes the result of each row that sees it NaN, which the check
+of the logits relies on. Other rows are not affected. A row that sees no key gets zeros.
+If some row of a tile does not see all sixteen keys of a group, the product leaves out
+values that are not finite, and each row that sees such a value becomes NaN.
 """
 
 import functools
@@ -110,14 +112,15 @@ def attention(
 
     Args:
         queries: [batch, heads, rows, dim], bfloat16 or float16; dim in `DIMENSIONS`.
-        keys: [batch, key heads, columns, dim], of that dtype. The last axis has to be
-            contiguous, with strides of whole heads before it, for reads of 16 bytes.
+        keys: [batch, key heads, columns, dim], of the same dtype. The last axis has to
+            be contiguous, and other strides multiples of dim, for reads of 16 bytes.
         values: like `keys`.
         scale: the factor of the scores.
         mask: "causal": the last row sees all columns; bool, which broadcasts to
-            [batch, 1, rows, columns]: a row sees where it is true; None: all see all.
-        contiguous: whether keys and values are whole buffers, so that the kernel that
-            is kept on disk serves. It copies inputs that are not contiguous.
+            [batch, 1, rows, columns]: True where a row sees a column; None: each row
+            sees all columns.
+        contiguous: whether keys and values are whole buffers. If so, the kernel kept on
+            disk is used, which copies inputs that are not contiguous.
 
     Returns:
         Like `queries`.
@@ -160,7 +163,7 @@ def attention(
 
 
 def _joined(outputs: list[mx.array], parts: int, queries: mx.array) -> mx.array:
-    """Return the results for all columns from those for their parts."""
+    """Join the results for parts of the columns into those for all columns."""
     batch, heads, rows, dim = queries.shape
     (whole,) = _together(queries.dtype, dim)(
         inputs=outputs,

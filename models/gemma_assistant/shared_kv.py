@@ -1,8 +1,8 @@
 """The keys and values of a target that an assistant reads.
 
-For each kind of layer they are those of the target's last layer of that kind that has
-keys and values of its own. Only such layers have a cache, so it is the last cache of
-that kind.
+For each kind of layer, sliding or full, an assistant reads one cache of the target: the
+last cache of this kind. Later layers of the same kind have no cache, because they share
+keys and values with an earlier layer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,8 +30,8 @@ class SharedKv:
     """Reads the target's caches for an assistant.
 
     Raises:
-        UnsupportedModelError: the target has no layer of a kind that is read, or its
-            keys and values do not fit the assistant's queries.
+        UnsupportedModelError: the target lacks a kind of layer that the assistant
+            reads, or the target's keys and values do not fit the assistant's queries.
     """
 
     def __init__(self, model: nn.Module, assistant: Assistant) -> None:
@@ -39,24 +39,24 @@ class SharedKv:
         kinds = dict.fromkeys(layer.layer_type for layer in assistant.layers)
         self.places = {kind: _last(caches, kind, model) for kind in kinds}
         self._window = assistant.settings.layers.sliding_window
-        model(mx.zeros((1, 1), mx.int32), cache=caches)  # only for shapes
+        model(mx.zeros((1, 1), mx.int32), cache=caches)  # fills them, for shapes
         for layer in assistant.layers:
             cache = caches[self.places[layer.layer_type]]
             _check_shapes(layer.self_attn, cache, self.places[layer.layer_type])
 
     def check(self, caches: Sequence[Any]) -> None:
-        """Refuse caches that cannot be read, without changing any.
+        """Refuse caches that cannot be read; no cache is changed.
 
         Raises:
-            UnsupportedCacheError: one is of a kind that cannot be read.
+            UnsupportedCacheError: a cache is of a kind that cannot be read.
         """
         for place in self.places.values():
             check_readable(caches[place], place)
 
     def read(self, caches: Any, left_out: int) -> "tuple[Read, int]":
-        """Return keys and values for each kind of layer, and the number of positions.
+        """Return keys and values for each kind of layer, and the position of their end.
 
-        The caller must drop them before the target writes again.
+        The caller must drop these arrays before the target writes again.
 
         Args:
             caches: the target's caches, by layer.
@@ -76,7 +76,7 @@ class SharedKv:
     ) -> Read:
         """Return keys and values for each kind of layer, for texts of a batch.
 
-        The caller must drop them before the target writes again.
+        The caller must drop these arrays before the target writes again.
 
         Args:
             caches: the target's caches of a batch, by layer.
@@ -106,7 +106,7 @@ class SharedKv:
                 each = mx.array([firsts, starts, stops])[..., None, None, None]
                 positions = each[0] + columns
                 mask = (positions >= each[1]) & (positions < each[2])
-                # A text without rows sees all columns; its draft is not used.
+                # A text that would see no column sees all; its draft is not used.
                 mask = mask | ~mask.any(axis=-1, keepdims=True)
             result[kind] = Shown(keys, values, mask)
         return result

@@ -1,9 +1,9 @@
 """The recurrent mixers of mlx-lm 0.32.2, and how each is replayed.
 
-The table has every class that writes to an `ArraysCache`; a test reads the package and
-fails if one is missing. The array arguments of these classes have positions on axis 1,
-and all their state between calls is in the cache. A mixer without a recipe runs again
-over its recorded inputs.
+The table has every class that writes to an `ArraysCache`; a test reads mlx-lm's source
+and fails if a class is missing. The array arguments of these classes have positions on
+axis 1, and all state of these classes between calls is in the cache. A mixer without a
+recipe runs again over its recorded inputs.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Mixer:
     """Replay of one mixer class.
 
     Attributes:
-        recipe: computes its state from notes; None: the mixer runs again.
+        recipe: computes the state from recorded values; None: the mixer runs again.
         relies_on: (module, name) of other objects whose source must be unchanged.
     """
 
@@ -42,7 +42,7 @@ def _gated_delta(slot: int) -> Scan:
 
 
 def _gated_delta_after(*convs: str) -> ConvsAndScan:
-    """Return a recipe: convolutions in the first slots, the scan in the last one."""
+    """Return a recipe: the first slots hold convolutions, the last slot the scan."""
     slots = {path: slot for slot, path in enumerate(convs)}
     return ConvsAndScan(slots, _gated_delta(len(convs)))
 
@@ -115,7 +115,7 @@ def _place(dotted: str) -> tuple[str, str]:
     return f"mlx_lm.models.{module}", name
 
 
-# (module, class) -> how it is replayed.
+# (module, class) -> the replay of this class.
 MIXERS: Mapping[tuple[str, str], Mixer] = MappingProxyType(
     {_place(dotted): mixer for dotted, mixer in _TABLE.items()}
 )

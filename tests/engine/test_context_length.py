@@ -56,7 +56,7 @@ def test_what_the_passed_caches_hold_counts() -> None:
         ({"text_config": {"max_position_embeddings": 4096}}, 4096),
         ({"max_position_embeddings": None}, None),
         ({}, None),
-        # Qwen3's model cards enable YaRN so, and keep max_position_embeddings.
+        # To enable YaRN, Qwen3's model cards only add rope_scaling.
         (
             {
                 "max_position_embeddings": 40960,
@@ -68,7 +68,7 @@ def test_what_the_passed_caches_hold_counts() -> None:
             },
             131072,
         ),
-        # Llama 3.1: the factor is for frequencies; the length is given.
+        # Llama 3.1: the factor scales frequencies, and does not change the length.
         (
             {
                 "max_position_embeddings": 131072,
@@ -99,7 +99,7 @@ def test_a_config_says_the_length(args: dict[str, Any], longest: int | None) -> 
     ],
 )
 def test_lengths_have_several_names(name: str, field: str, longest: int | None) -> None:
-    """The expected value is that of the class of mlx-lm which built the model."""
+    """A length also counts if it is the default of the model's class in mlx-lm."""
     model: Any = census.structure(name)
     default = type(model.args).__dataclass_fields__[field].default
     for said in (longest, default):

@@ -1,4 +1,4 @@
-"""The BLAS and the machine decide which operations serve for a few rows."""
+"""The BLAS and the machine decide which operations compute a few rows."""
 
 import platform
 from collections.abc import Iterator

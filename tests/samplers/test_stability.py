@@ -1,4 +1,4 @@
-"""Values that must not change between versions: a seed's noise, defaults."""
+"""Values that must not change between versions: the noise of a seed, and defaults."""
 
 import inspect
 from dataclasses import FrozenInstanceError, fields
@@ -20,7 +20,7 @@ from mlx_speculation.samplers.noise.gumbel import (
 )
 from mlx_speculation.samplers.sampling import SMALLEST_TEMPERATURE
 
-# Noise of seed 12345678901234567890, which fills both words, at three positions.
+# Noise at three positions, for the seed 12345678901234567890 (more than 32 bits).
 NOISE = [
     [0.7725138, 0.3329537, 0.8681505, 0.1716988, 0.3652563],
     [-1.139361, 0.4156085, 0.9692146, -0.06572006, -0.8915141],
@@ -95,7 +95,7 @@ def test_the_smallest_temperature_draws_by_chance() -> None:
 def test_noise_of_a_long_text_is_forgotten(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory does not grow, and a block of positions is drawn once."""
+    """Memory does not grow, and each block of positions is drawn once."""
     drawn: list[int] = []
 
     def counted(key: mx.array, positions: mx.array, width: int) -> mx.array:

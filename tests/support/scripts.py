@@ -34,12 +34,12 @@ def save_tiny(folder: Path, name: str = "llama") -> Path:
 def run_script(
     script: str, folder: Path, options: str = "", *arguments: str
 ) -> dict[str, Any]:
-    """Run a script on a model that is its own draft model; return its last line.
+    """Run a script with one model as target and draft model; return the report.
 
     Args:
         script: name of the script.
         folder: folder of the model.
-        options: further options, beside the model and the BLAS.
+        options: further options, besides those of the models and the BLAS.
         arguments: positional arguments.
     """
     app = importlib.import_module(script).app

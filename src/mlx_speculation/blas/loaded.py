@@ -1,7 +1,7 @@
 """The BLAS in the global symbol scope of this process.
 
-A library that is loaded later, such as mlx, finds its symbols there first. The BLAS of
-mlx's own libraries is not in that scope.
+A library that is loaded later, such as mlx, first looks for symbols in this scope. The
+BLAS among mlx's own libraries is not in the scope.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def library_in_front() -> str | None:
 
 
 def describe_openblas(threads: str | None = None) -> str | None:
-    """Describe the OpenBLAS in use; None: there is none, or another BLAS is before it.
+    """Describe the OpenBLAS in use; None: another BLAS is in use, or none.
 
     For example "OpenBLAS 0.3.21 (SkylakeX, pthread, 2 threads)".
 

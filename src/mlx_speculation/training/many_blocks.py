@@ -1,13 +1,13 @@
 """Training forward of a block drafter: many blocks of a recorded text at once.
 
-The block of slot i is the block of a round whose newest token is token i + 1:
+The block of slot i equals the block of a round whose newest token is token i + 1:
 
-    context    positions 0 .. i of the row; all blocks share its keys
+    context    positions 0 .. i of the row; all blocks of a row share these keys
     block      token i + 1 (the anchor) and mask tokens, at positions i + 1, i + 2, ..
 
 A block attends to its context and to itself, not to other blocks. Training calls the
-drafter as a round does, but passes a `BlocksCache` with the slots of the blocks.
-Attention then computes all blocks.
+drafter as a round does, but passes a `BlocksCache` with the slots of the blocks. With
+this cache, attention computes all blocks.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ class _BlocksAttention(DFlashAttention):
 
 
 class _BlocksLayer(DFlashLayer):
-    """DFlash's layer; the backward pass recomputes it if the cache asks for that."""
+    """DFlash's layer; the backward pass recomputes it on the cache's request."""
 
     def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         layer = super().run
@@ -84,7 +84,7 @@ def attend_blocks(
 ) -> mx.array:
     """Attend from each block to the context up to its slot, and to the whole block.
 
-    Attention weights over the context have rows * heads * blocks * block * n numbers.
+    There are rows * heads * blocks * block * n attention weights over the context.
 
     Args:
         queries: [rows * blocks, heads, block, size].

@@ -1,8 +1,8 @@
 """A snapshot of a batch keeps its rows, whatever happens to the batch afterwards.
 
 The state machine of test_batch_twins.py runs; between its rounds snapshots are taken
-and restored. Each snapshot has to equal twins that were fed the tokens of its rows
-only, and to continue like them.
+and restored. Each snapshot has to equal twins that were fed only the tokens of its
+rows, and to continue as the twins do.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from support.caches.batch_rounds import MOST_ROWS, Batch, Plan, Row, drawn
 from support.caches.batch_twins import AttentionKind, BatchArraysKind, BatchKind
 from support.caches.cache_twins import Mixers, Rows
 
-LITTLE = (False, False, 1, False)  # the rest of a minimal plan
-Fed = list[list[Rows]]  # of each row
+LITTLE = (False, False, 1, False)  # the last fields of a minimal plan
+Fed = list[list[Rows]]  # what each row was fed
 
 
 @dataclass(eq=False)
 class Taken:
-    """A snapshot of [0, stop), and the writes to its rows."""
+    """A snapshot of the positions [0, stop), and the writes to its rows."""
 
     snapshot: Snapshot
     fed: Fed
@@ -55,7 +55,7 @@ class Machine(Batch):
 
     @rule(count=st.integers(1, 7))
     def single_steps(self, count: int) -> None:
-        """Run plain steps, after which a ring has wrapped."""
+        """Run plain steps, which can make a ring wrap."""
         self.play(Plan((1,) * count, (count,) * MOST_ROWS, "native", *LITTLE))
 
     @precondition(lambda self: self.taken)
@@ -81,7 +81,7 @@ class Machine(Batch):
         self.compare(data.draw(st.sampled_from(self.taken)))
 
     def compare(self, one: Taken) -> None:
-        """Require that the snapshot equals twins, and continues like them."""
+        """Require that the snapshot equals its twins, and continues as they do."""
         live = self.cache, self.rows
         self.cache, self.rows = self.kind.batch([0]), self.twins(one.fed)
         restore(one.snapshot, [self.cache])

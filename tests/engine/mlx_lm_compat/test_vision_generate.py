@@ -1,4 +1,4 @@
-"""`vision_stream_generate`: mlx-vlm's own texts and counts, with drafts."""
+"""`vision_stream_generate` gives mlx-vlm's texts and counts, also with drafts."""
 
 import io
 from pathlib import Path

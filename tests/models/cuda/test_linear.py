@@ -2,7 +2,7 @@
 
 CUDA is simulated: stock operations replace the kernels, which test_cuda_kernels.py
 tests on a GPU. The tests show which calls reach the kernels, with which arguments, and
-that a hooked model computes the same as without hooks.
+that a model computes the same with and without hooks.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture
 def calls() -> list[int]:
-    """Return the list of the number of weights in each call of the product kernel."""
+    """Return a list for the number of weights in each call of the product kernel."""
     return []
 
 
@@ -71,7 +71,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]
         **_: bool,
     ) -> mx.array:
         seen.append("attention")
-        for array in (keys, values):  # a head is read as one piece, 16 bytes at once
+        for array in (keys, values):  # the kernel reads a head in pieces of 16 bytes
             mx.eval(array)
             strides: Any = memoryview(cast(Any, array)).strides
             assert strides[-1] == array.itemsize
@@ -245,7 +245,7 @@ class Fed(nn.Module):
     ("feed", "more", "wanted_calls"),
     [
         ("same", {}, [2, 2]),
-        ("one", {}, [2, 1]),  # keys are not used, and left out the second time
+        ("one", {}, [2, 1]),  # the second call leaves out the unused keys
         ("other", {}, [2, 1, 1, 1]),
         ("less", {"width": 32}, [1, 1, 1, 1]),
         ("same", {"groups": {"k_proj": 32}}, [1, 1, 1, 1]),
@@ -355,7 +355,7 @@ def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
     """Kernels do not compile on a machine without CUDA."""
     monkeypatch.setattr(cpu_registration, "x86_serves", lambda: False)
     model = build("llama")
-    recorders = ModelHooks(model)  # as on a device without kernels
+    recorders = ModelHooks(model)  # as they are on a device without kernels
     kinds = [type(module) for module in model.modules()]
     recorders.remove()
     for module in (linear, registration):

@@ -1,7 +1,7 @@
-"""Caches of several roles whose rows identify their text, and requests on them.
+"""Caches of several roles, with rows that identify their text, and test requests.
 
-Row m of a role holds the position m + 1 and a digest of the tokens that it depends on,
-so a row of another text, position or role is seen.
+Row m of a role holds the position m + 1 and a digest of the tokens on which the row
+depends, so a test notices a row of another text, position or role.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ROW = 2 * 2 * 4  # bytes of a key and a value of two numbers
 
 
 class Owner(nn.Module):
-    """Stands for a model, without weights."""
+    """A stand-in for a model, without weights."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -31,8 +31,8 @@ class Owner(nn.Module):
 class Kind:
     """Kind of a role."""
 
-    stateful: bool = False  # whether it has a ring too
-    lag: int = 0  # number of tokens after its position that a row depends on
+    stateful: bool = False  # whether the role has a ring beside its KV cache
+    lag: int = 0  # row m depends on the tokens [0, m + lag]
 
     def empty(self) -> list[Any]:
         """Return new caches."""
@@ -71,7 +71,7 @@ def content(caches: list[Any]) -> Any:
 def bound(
     max_bytes: int, *kinds: Kind, **options: Any
 ) -> tuple[PrefixCache, list[Owner]]:
-    """Return a prefix cache for roles of these kinds; kinds with a lag are heads."""
+    """Return a prefix cache for roles of these kinds; a kind with a lag is a head."""
     prefixes = PrefixCache(max_bytes, every=EVERY, **options)
     owners = [Owner() for _ in kinds]
     models = [kind.lag == 0 for kind in kinds].count(True)
@@ -95,13 +95,13 @@ def request(
     """Play one request.
 
     Args:
-        prefixes: is looked up, and filled.
+        prefixes: the prefix cache, which is looked up and then filled.
         tokens: the text; its last token is not known when the request begins.
-        roles: by index, the kind and the number of last tokens that its caches lack.
+        roles: by index, the kind of a role, and how many last tokens its caches lack.
 
     Returns:
-        For each role, the number of reused tokens, and the positions where it can be
-        resumed later if the memory allows.
+        For each role, the number of reused tokens, and the positions where the role
+        can be resumed later if the memory allows.
     """
     left: list[Left] = []
     running: list[Any] = []

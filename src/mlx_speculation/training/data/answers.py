@@ -8,20 +8,20 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-LEAST = 16  # the fewest tokens of a cut answer; fewer could not evaluate a draft
+LEAST = 16  # least length of a cut answer; a shorter one could not evaluate a draft
 
 
 def write_answers(
     model: nn.Module,  # the target
     prompts: Sequence[Sequence[int]],  # token ids, at least one in each
     *,
-    most: int,  # the most tokens of an answer
+    most: int,  # the largest number of tokens of an answer
     temperature: float,  # 0: greedy
-    ends: Sequence[int],  # ids that end an answer, and are kept as its last token
-    seed: int,  # of the random numbers
+    ends: Sequence[int],  # ids that end an answer; the answer includes its end
+    seed: int,  # the seed of the sampling
     # Drops tokens whose probability is below this share of the greatest probability
     min_p: float = 0.0,
-    # Called after each token from `LEAST` on; True cuts the answers at this length
+    # Called after each token from `LEAST` on; True ends all answers at this length
     stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """Return the target's continuation of each prompt."""

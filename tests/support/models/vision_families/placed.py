@@ -1,4 +1,4 @@
-"""Families whose processors return the places of the images' slots in a prompt."""
+"""Model families whose processors return where a prompt has slots for images."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from support.models.vision_families.parts import END, IMAGE, START, Sizes, TinyF
 
 
 def _pooled(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Crops [n, 16, 48], and the 4 patches of each that make a slot."""
+    """Return crops [n, 16, 48], and for each slot the 4 patches that it pools."""
     rows = mx.arange(16).reshape(2, 2, 2, 2).transpose(0, 2, 1, 3).reshape(4, 4)
     return {
         "pixel_values": mx.random.normal((len(sizes), 16, 48), key=key),
@@ -20,7 +20,7 @@ def _pooled(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def _crops(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Crops [n, 16, 48] without padded patches."""
+    """Return crops [n, 16, 48] without padded patches."""
     return {
         "pixel_values": mx.random.normal((len(sizes), 16, 48), key=key),
         "image_masks": mx.ones((len(sizes), 16)),
@@ -28,55 +28,55 @@ def _crops(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def _crops_of_each(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Crops [n, 1, 16, 48]: one of each image."""
+    """Return crops [n, 1, 16, 48], one for each image."""
     return {name: value[:, None] for name, value in _crops(sizes, key).items()}
 
 
 def _indexed(ids: mx.array) -> dict[str, mx.array]:
-    """The places of slots, four of each image."""
+    """Return the places of the slots [images, 4], four for each image."""
     tokens: Any = ids[0].tolist()
     places = [place for place, token in enumerate(tokens) if token == IMAGE]
     return {"image_input_idx": mx.array(places).reshape(-1, 4)}
 
 
 def _indexed_of_each(ids: mx.array) -> dict[str, mx.array]:
-    """The same, in the one crop of each image."""
+    """Return the places of the slots as [images, 1 crop, 4]."""
     return {name: value[:, None] for name, value in _indexed(ids).items()}
 
 
 def _name_patches(vlm: Any) -> None:
-    """Set the id that stands for a patch; every config.json has the same."""
+    """Set the id of a patch's placeholder to the image token of the tests."""
     vlm.config.image_patch_token_id = IMAGE
 
 
 def _masked(ids: mx.array) -> dict[str, mx.array]:
-    """Return a mask of the ids that are slots."""
+    """Return a mask that is True at the ids of slots."""
     return {"images_seq_mask": ids == IMAGE}
 
 
 def _whole(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """No crops, and images [n, 3, 16, 16]."""
+    """Return zeros for the crops, and images [n, 3, 16, 16]."""
     pixels = mx.random.normal((len(sizes), 3, 16, 16), key=key)
     inputs: Any = {"pixel_values": [mx.zeros((1, 3, 16, 16)), pixels]}
     return {**inputs, "images_spatial_crop": mx.array([[1, 1]] * len(sizes))}
 
 
 def _sliced(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Images [3, 32, 32] of one prompt, in lists, and the patches of each."""
+    """Return images [3, 32, 32] of one prompt, in a list, and their patch counts."""
     pixels = mx.random.normal((len(sizes), 3, 32, 32), key=key)
     inputs: Any = {"pixel_values": [list(pixels)]}
     return {**inputs, "tgt_sizes": mx.array([[[8, 8]] * len(sizes)])}
 
 
 def _bounds(ids: mx.array) -> dict[str, mx.array]:
-    """Return the bounds of each image's slots, four of each."""
+    """Return the start and end of the four slots of each image."""
     starts: Any = _indexed(ids)["image_input_idx"][:, 0].tolist()
     bounds: Any = [mx.array([[start, start + 4] for start in starts])]
     return {"image_bound": bounds}
 
 
 class _Sam(nn.Module):
-    """Cuts an image into four, [n, 2, 2, 32], instead of SAM, which has one size."""
+    """A small stand-in for SAM: a convolution that returns [n, 2, 2, 32]."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,12 +88,12 @@ class _Sam(nn.Module):
 
 
 def _rows(pixels: mx.array, patch_embeds: mx.array) -> mx.array:
-    """Return SAM's output as rows."""
+    """Return SAM's output with its two axes of places flattened to rows."""
     return patch_embeds.flatten(1, 2)
 
 
 def _rows_of_clip(pixels: mx.array, patch_embeds: mx.array) -> mx.array:
-    """Return the same rows after a row for the whole image."""
+    """Return the rows of SAM's output after one row for the whole image."""
     rows = _rows(pixels, patch_embeds)
     return mx.concatenate([rows[:, :1], rows], axis=1)
 
