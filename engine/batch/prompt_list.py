@@ -40,8 +40,8 @@ def generate_batch(
         error = errors[failed[0]]
         assert error is not None
         error.add_note(
-            f"It ended row {failed[0]}; {len(failed)} of {len(prompts)} rows failed. "
-            "BatchGenerator gives the results of the others."
+            f"This error ended row {failed[0]}. {len(failed)} of {len(prompts)} rows "
+            "failed; BatchGenerator gives the results of the other rows."
         )
         raise error
     return results
@@ -58,7 +58,7 @@ def options_of_rows(
     if each and len(each) != count:
         raise InvalidRequestError(
             f"each has the options of {len(each)} prompts, and there are {count}. Pass "
-            "what is for all of them by itself."
+            "options that hold for all prompts as keywords of their own."
         )
     rows: list[StreamKeywords] = [{**options} for _ in range(count)]
     shared = options.get("sampling")

@@ -15,7 +15,7 @@ from mlx_speculation.models.round_context import (
 )
 
 on_cpu = pytest.mark.skipif(
-    mx.default_device().type != mx.DeviceType.cpu, reason="of CPUs"
+    mx.default_device().type != mx.DeviceType.cpu, reason="the tests are for CPUs"
 )
 
 
