@@ -85,7 +85,7 @@ def _end(traced: Trace, runs: list[ModuleCall]) -> _End:
 
 
 def _is_norm(call: ModuleCall) -> bool:
-    """Return whether a module has one weight for each number of a hidden state."""
+    """Return whether a module has one weight for each dimension of a hidden state."""
     inside, result = first_array(call.values), call.result
     if not isinstance(result, mx.array) or inside is None:
         return False

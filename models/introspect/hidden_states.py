@@ -17,8 +17,8 @@ taps on one model, and several threads, do not affect each other.
                   layer(-1) is the input of the first layer, the embeddings
     before_norm   the input of the final norm. If a model has several residual streams,
                   this is their mix, and there is no `layer(i)`
-    after_norm    the output of the final norm. Some models scale it, or the logits, and
-                  so does `head`
+    after_norm    the output of the final norm. Some models scale it or the logits;
+                  `head` does so too
 
 The constructor refuses states that were not found in the model (see `parts`).
 """
@@ -95,8 +95,8 @@ class HiddenStates:
         be collected too.
 
         Args:
-            states: the states to add to; None: new ones. They do not change if an error
-                leaves the block.
+            states: the states to add to; None: new ones. An error raised in the block
+                leaves them unchanged.
 
         Raises:
             UnsupportedModelError: an observed module was not called.
@@ -114,8 +114,8 @@ class HiddenStates:
 
         Args:
             tokens: ids [batch, positions].
-            scaled: return the input of the first layer, with the scale, norm or
-                positions (from 0) that the model applies. Otherwise rows of the table.
+            scaled: whether to return the input of the first layer, with the scale, norm
+                or positions (from 0) that the model applies, or else rows of the table.
 
         Returns:
             [batch, positions, dim]
@@ -135,8 +135,8 @@ class HiddenStates:
     def head(self, hidden: mx.array, *, only: Observer | None = None) -> mx.array:
         """Return the model's logits for hidden states after its final norm.
 
-        They include the model's scales, soft caps and masked ids. Four families have
-        their head inside of the module that runs the layers (gpt_neox, lille-130m,
+        The logits include the model's scales, soft caps and masked ids. Four families
+        have their head inside of the module that runs the layers (gpt_neox, lille-130m,
         gemma3n, phixtral). For these each call builds a forward, of which the part
         before the norm is not evaluated.
 

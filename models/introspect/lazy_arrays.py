@@ -4,7 +4,7 @@ A lazy array belongs to a stream of the thread that made it, and mlx cannot comp
 in another thread: "There is no Stream(cpu, 0) in current thread". mlx-lm evaluates the
 parameters that it loads. A model may hold more arrays: tables and constants under names
 with an underscore, which are no parameters, and weights that a forward replaces, as
-gemma3n's does. They stay lazy if a forward is built and not computed.
+gemma3n's does. Such arrays stay lazy if a forward is built and not computed.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def evaluate_held(*holders: Any) -> None:
 
 @contextmanager
 def evaluating_changes(model: nn.Module) -> Iterator[None]:
-    """Compute the arrays that the model holds after the block and not before.
+    """Compute the arrays that the model holds after the block but did not before.
 
     Arrays that were lazy before stay lazy, unless a new one depends on them.
     """

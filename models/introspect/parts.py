@@ -1,6 +1,6 @@
 """Parts of a model: embedding, decoder layers, final norm and head.
 
-They are found by the calls of one forward (`trace`), not by their names, so that text
+Parts are found by the calls of one forward (`trace`), not by their names, so that text
 models in wrappers and future families are covered:
 
     layers       `model.layers`. Each is called once, in order, with the result of the
@@ -17,7 +17,7 @@ models in wrappers and future families are covered:
                  many numbers as there are logits: a linear layer, or the embedding
                  (tied)
 
-A part that is not found without doubt is `missing`, and a drafter that needs it raises
+A part that is not found with certainty is `missing`, and a drafter that needs it raises
 an error with the reason. One case is not detected: an array that is changed in place
 between two layers. No architecture of mlx-lm 0.32.2 does that
 (tests/models/introspect/test_hidden_states.py).
@@ -48,11 +48,11 @@ class Parts:
     # The first layer, if its input is one hidden state per position
     entry: nn.Module | None = None
     embedding: nn.Module | None = None
-    # The module that multiplies the hidden state to logits; None: a bare array does, or
+    # The module that turns the hidden state into logits; None: a bare array does so, or
     # the module was not found
     output: nn.Module | None = None
     tied: bool = False  # whether `output` is the embedding
-    bare: bool = False  # whether its result is the logits: no scale, no soft cap
+    bare: bool = False  # whether its result is the logits, without scale and soft cap
     # Name of a part that was not found -> the reason
     missing: Mapping[str, str] = field(default_factory=dict)
 

@@ -83,7 +83,7 @@ def _forget(kept: dict[int, Any], key: int, _: Any) -> None:
 
 
 def _look(model: nn.Module) -> list[_Table]:
-    """Find the position tables in a forward of two equal tokens, which is only built.
+    """Find the position tables in a forward of two equal tokens, never evaluated.
 
     A table of tokens looks up one row twice, and one of positions two successive rows.
     A model with one embedding, that of its tokens, is not run.

@@ -6,8 +6,8 @@
 
 The rows of those ids are copied once, and inside the block the output layer multiplies
 with the copies. The model and its weights do not change, and its operations on logits,
-such as a soft cap, apply to these. An embedding that is the output layer too still
-embeds every id.
+such as a soft cap, apply to these logits. An embedding that is also the output layer
+still embeds every id.
 """
 
 import weakref

@@ -1,8 +1,8 @@
 """Forwards in which the result of a module is replaced, or that end at a module.
 
 A model applies scales, soft caps, masked ids and positions in its own code, before its
-first layer and after its trunk. Here this code runs unchanged, with another input or up
-to a module. No cache is used.
+first layer and after its trunk. Here this code runs unchanged, with another input, or
+only up to a given module. No cache is used.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
 
     Args:
         model: the model; `module` is observed.
-        module: neither this module nor a later one is called.
+        module: the module to stop at; neither it nor a later one is called.
         tokens: ids [batch, positions].
     """
     try:

@@ -29,7 +29,7 @@ class ModuleCall:
     values: tuple[Any, ...]  # the arguments, positional ones first
     start: int  # when it began: how many calls had begun or ended by then
     caller: "ModuleCall | None"  # the innermost observed call around this one
-    stop: int = 0  # when it ended, counted alike
+    stop: int = 0  # when it ended, counted in the same way
     result: Any = None
 
     def contains(self, other: "ModuleCall") -> bool:

@@ -39,7 +39,7 @@ class RequestRound(Protocol):
 
     @property
     def hidden(self) -> States:
-        """The hidden states of all forwards, [requests, positions, dim] each.
+        """The hidden states of all forwards, arrays [requests, positions, dim].
 
         Raises:
             InvalidRequestError: the lane had no taps when the round began.
@@ -54,16 +54,17 @@ class RequestRound(Protocol):
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [requests, n]; return logits [requests, n, vocab].
 
-        Nothing is evaluated. The caller pads requests with fewer tokens on the right
-        with any tokens, and keeps none of the padding.
+        Nothing is evaluated. The caller pads the rows of shorter requests on the right,
+        with any token ids, and keeps none of the padding.
         """
         ...
 
     def prepare(self, keep: Keep) -> None:
-        """Do everything of `commit(keep)` that can fail, and change no cache.
+        """Do every step of `commit(keep)` that can fail, without changing a cache.
 
         Args:
-            keep: the number of fed tokens to keep, for each request or one for all.
+            keep: how many fed tokens to keep: a number for each request, or one for
+                all.
         """
         ...
 
@@ -83,13 +84,13 @@ class RequestRound(Protocol):
 class RequestLane(Protocol):
     """A model, and caches of one or more requests.
 
-    The methods with code are those of a lane with one request.
+    The methods that have a body here are for a lane of one request.
 
     Attributes:
         model: an mlx-lm model.
-        caches: one for each layer, of all requests; empty while a batch holds them.
+        caches: a cache for each layer, with all requests; empty while a batch has them.
         requests: the number of requests.
-        holder: the batch that holds the lane's request; None: the lane itself does.
+        holder: the batch that holds the lane's request; None: the lane itself.
         part: the number of layers that a round submits at once; 0: all of them. See
             `models.submit_layers`.
     """
@@ -107,7 +108,7 @@ class RequestLane(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Number of requests shown to the model in wide rounds; None: `requests`."""
+        """Number of rows in a round of several positions; None: `requests`."""
         return None
 
     def met_new_shapes(self) -> bool:
@@ -118,17 +119,18 @@ class RequestLane(Protocol):
         """Open a round.
 
         Args:
-            count: how many tokens it feeds for each request. If new shapes cost much, a
-                forward over `count` tokens is padded to a known shape.
-            whole: promise that all tokens are kept, or none.
+            count: how many tokens the round feeds for each request. If new shapes cost
+                much, a forward over `count` tokens is padded to a known shape.
+            whole: the caller's promise to keep all tokens or none.
         """
         ...
 
     def join(self, lanes: "Sequence[RequestLane]") -> "RequestLane":
         """Add the requests of other lanes; return the lane that holds all.
 
-        Their caches are copied. The other lanes have no caches afterwards, and neither
-        has this one if the result is a new batch. An error leaves all lanes unchanged.
+        The caches of `lanes` are copied. Those lanes have no caches afterwards, and
+        neither does this lane if the result is a new batch. An error leaves all lanes
+        unchanged.
         """
         ...
 
@@ -138,12 +140,13 @@ class RequestLane(Protocol):
             self.caches = []
 
     def places_of(self, lanes: "Sequence[RequestLane]") -> list[int]:
-        """Return the places of the rows of these lanes' requests, held by this lane."""
+        """Return the places in this lane of the requests of `lanes`."""
         return [0]
 
     def extract(self, place: int) -> list[Any]:
         """Return the caches of one request, valid until the next round.
 
-        A batch returns copies, with sliding caches of the kind that its lanes had.
+        A batch returns copies, with sliding caches of the kind that the joined lanes
+        had.
         """
         return self.caches

@@ -1,4 +1,4 @@
-"""A model and the caches of several requests, which it is fed together.
+"""A model and the caches of several requests, which one forward feeds together.
 
     lane.join([one, two])          join the caches of lanes that were fed alone
     with lane.begin(3) as round:   one forward over a rectangle of tokens
@@ -6,24 +6,25 @@
         round.commit([3, 1])       row 0 keeps 3 of them, row 1 keeps 1
     lane.leave([1])                only row 1 stays
 
-The caches are mlx-lm's own batch caches. Shorter rows have padding on their left; a row
-of a ring or a recurrent state is the same as for the request alone. A batch does not
-know texts or samplers.
+The caches are mlx-lm's own batch caches. Shorter rows have padding on their left; a
+request's row of a ring or of a recurrent state is the same as if it ran alone. A batch
+does not know texts or samplers.
 
-If each new number of rows costs much (`models/shape_buckets.py`), rounds of several
-positions show the model one of a few numbers of rows. Spare places then hold copies of
-the first row, or rows that have left. They are fed the tokens of the first row and keep
-as many positions as it does, and nobody reads their logits.
+If each new number of rows costs much (`models/shape_buckets.py`), the number of rows in
+a round of several positions is rounded up to one of a few sizes. Spare places then hold
+copies of the first row, or rows of requests that have left. They are fed the tokens of
+the first row, and keep as many positions as that row. Their logits are not read.
 
     rows a b c d e f g h, a round of 3     shown a b c d e f g h     [8, 3]
     c leaves                               shown a b . d e f g h     [8, 3]
     f and h leave                          shown a b d e g a         [6, 3]
     i joins                                shown a b d e g i         [6, 3]
 
-A spare place is a row like any other, so caches need not know of it. A row that has
-left is overwritten when the number of rows shown changes, or when it is longer than all
-live rows by a step of columns: copying all caches whenever a row left took as long as a
-round. Spare places cost memory and computing, less than half as much as the live rows.
+Caches treat a spare place like any other row. The row of a request that has left is
+overwritten when the number of fed rows changes, or when this row is longer than all
+live rows by a step of columns: copying all caches whenever a request left took as long
+as a round. Spare places take memory and computing time, less than half of what live
+rows take.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ class BatchLane(RequestLane):
 
     Args:
         model: an mlx-lm model that `models.exclusions` allows in batches.
-        sizes: the numbers of rows that the model is shown.
+        sizes: the row counts to which rounds of several positions are padded.
 
     Attributes:
         places: the number of rows of the caches, spare ones included.
@@ -83,7 +84,7 @@ class BatchLane(RequestLane):
 
     @property
     def size(self) -> int | None:
-        """Number of rows shown in a round of several positions; None: `requests`."""
+        """Number of rows in a round of several positions; None: `requests`."""
         return self._sizes.of(self.requests) if self._in_sizes else None
 
     def join(self, lanes: Sequence[RequestLane]) -> "BatchLane":
@@ -134,7 +135,7 @@ class BatchLane(RequestLane):
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round, see `RequestLane`.
 
-        A round of one position shows as many rows as the last round: it needs no plan.
+        A round of one position has as many rows as the last round: it needs no plan.
         """
         self._wide = count > 1
         size = self.size if self._wide else None
@@ -152,19 +153,20 @@ class BatchLane(RequestLane):
     def padding(self, count: int) -> int:
         """Return the number of padding positions of a forward over `count` positions.
 
-        If new shapes cost much, the number of drafted positions is a `row_size`.
+        If new shapes cost much, the number of drafted positions is rounded up to a
+        `row_size`.
         """
         drafted = count - 1
         return row_size(drafted) - drafted if self._in_sizes and drafted else 0
 
     def met_new_shapes(self) -> bool:
-        """Return whether a plan may have been made for a shape since the last call."""
+        """Return whether a possibly unplanned shape was fed since the last call."""
         fresh, self._fresh = self._fresh, False
         return fresh
 
     @property
     def fed_as(self) -> list[int]:
-        """By place, the request whose tokens it is fed; a spare place: the first."""
+        """The request whose tokens each place is fed; for spare places, the first."""
         result = [0] * self.places
         for row, place in enumerate(self.stand):
             result[place] = row
@@ -201,7 +203,7 @@ class BatchRound(RequestRound):
 
     def __init__(self, lane: BatchLane, count: int, *, whole: bool = False) -> None:
         self._lane, self._count, self._whole = lane, count, whole
-        # By place, the request whose tokens it is fed; None: place i is of request i.
+        # The request whose tokens each place is fed; None: place i is fed request i's.
         in_order = lane.stand == list(range(lane.places))
         self._fed_as = None if in_order else lane.fed_as
         self.speculation = Speculation(lane.caches, whole=whole)
@@ -231,11 +233,11 @@ class BatchRound(RequestRound):
         return logits if stand is None else lane.live(logits)
 
     def prepare(self, keep: Keep) -> None:
-        """Do everything of `commit(keep)` that can fail."""
+        """Do every step of `commit(keep)` that can fail."""
         self.speculation.prepare(self._each(keep))
 
     def commit(self, keep: Keep) -> None:
-        """Keep the first tokens of each request, or the same number of all."""
+        """Keep the first `keep` tokens: a number for each request, or one for all."""
         hidden = self._hidden
         selects = {each.follower.select for each in self._members if each.follower}
         selected = {} if hidden is None else {s: s(hidden) for s in selects}  # may fail
@@ -249,7 +251,7 @@ class BatchRound(RequestRound):
         self._kept = [*each]
 
     def rollback(self) -> None:
-        """Undo it, even after a commit if nothing has been written since."""
+        """Undo every forward, even after a commit if nothing has been written since."""
         self.speculation.rollback()
         for member, count in zip(self._members, self._kept, strict=False):
             member.seen -= count
@@ -258,7 +260,7 @@ class BatchRound(RequestRound):
         self._kept = []
 
     def _each(self, keep: Keep) -> Keep:
-        """Return `keep` by place; spare places keep as many as the first row."""
+        """Return `keep` for each place; spare places keep as many as the first row."""
         if isinstance(keep, int) or self._fed_as is None:
             return keep
         return [keep[row] for row in self._fed_as]

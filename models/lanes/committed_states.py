@@ -6,8 +6,8 @@
     committed.between(3, 7)               # states of the known tokens 3 to 6
 
 Every commit of the lane adds the states of the kept positions, and a rollback of that
-commit removes them. A drafter that has read states drops them. States are the array
-that `select` returns.
+commit removes them. A drafter drops the states that it has read. The states are the
+array that `select` returns.
 """
 
 import weakref
@@ -20,7 +20,7 @@ from mlx_speculation.models.introspect.taps import States
 
 Callback = Callable[[], None]
 
-# Twice the longest chunk of a prompt: a drafter that reads never leaves more unread.
+# Twice the longest chunk of a prompt: a drafter that reads leaves fewer states unread.
 MOST_UNREAD = 4096
 
 
@@ -102,17 +102,17 @@ class CommittedStates:
     def after_chunk(self, method: Callback) -> None:
         """Set a bound method that is called after each chunk of a prompt.
 
-        It should read and drop states, since those of a long prompt are large. It is
-        not kept alive.
+        The method should read and drop states, since the states of a long prompt are
+        large. Only a weak reference to the method is kept.
         """
         self._after_chunk = weakref.WeakMethod(method)  # no cycle around the caches
 
     def call_through(self, caller: Callable[[Callback], None]) -> None:
-        """Set a bound method that calls that of `after_chunk`; it is not kept alive."""
+        """Set a bound method, held weakly, that calls the method of `after_chunk`."""
         self._through = weakref.WeakMethod(caller)
 
     def chunk_done(self) -> None:
-        """Call the method of `after_chunk`, once a chunk of a prompt was committed."""
+        """Call the method of `after_chunk` after the commit of a chunk of a prompt."""
         method = None if self._after_chunk is None else self._after_chunk()
         through = None if self._through is None else self._through()
         if method is not None and through is not None:

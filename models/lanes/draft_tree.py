@@ -1,4 +1,4 @@
-"""Forwards over a tree of tokens: the rows that each row sees, and its position.
+"""Forwards over a tree of tokens: each row's position, and the rows that it sees.
 
 Example: the root t, which is fed too, and nodes 0 to 3:
 
@@ -8,7 +8,7 @@ Example: the root t, which is fed too, and nodes 0 to 3:
 Row i has the position offset + depths[i] and sees the committed rows, its ancestors and
 itself. The caches' views make the masks (`caches.types.tree_view`). Hooks on the
 layers' rotary embeddings apply the positions: they put the rows on the batch axis,
-where mlx's function takes an offset for each (TensorFold and mlxcel do the same).
+where mlx's function takes an offset for each row (TensorFold and mlxcel do the same).
 Without the hooks, rows of a second branch would get positions after the first branch.
 
 A model may use positions in other ways too. So `check_tree_model` feeds every model a
@@ -197,15 +197,15 @@ class TreeHooks(Hooked):
 def check_tree_model(model: nn.Module, highest: int) -> None:
     """Refuse a model whose logits on a tree differ from those on the tree's paths.
 
-    It is fed 9 tokens and a tree of 12 nodes after them, and each path of the tree as a
-    chain.
+    The model is fed 9 tokens and then a tree of 12 nodes; and the same tokens and then
+    each path of the tree as a chain.
 
     Args:
         model: the model, with `TreeHooks` on it.
         highest: the largest token id.
 
     Raises:
-        UnsupportedCacheError: its kind of caches cannot hold trees.
+        UnsupportedCacheError: the model's caches cannot hold trees.
         UnsupportedModelError: the logits differ by more than rounding.
     """
     check_trees(with_slack(make_prompt_cache(model)))
@@ -259,7 +259,7 @@ def _check_unscaled(model: nn.Module) -> None:
 
 
 def _difference(rows: mx.array, others: mx.array) -> float:
-    """Return the largest difference of logits in their standard deviations."""
+    """Return the largest difference of logits, in standard deviations of the logits."""
     finite = mx.isfinite(rows) & mx.isfinite(others)
     apart = mx.where(finite, mx.abs(rows - others), mx.where(rows == others, 0, mx.inf))
     scale = mx.std(mx.where(mx.isfinite(others), others, 0))

@@ -1,10 +1,10 @@
 """Models that were tried in exact mode, and the check that refuses all other models.
 
-In exact mode every forward has the same number of rows, and keys are shown in views
-whose size depends on the position alone (`caches/types/fixed_view.py`). A row's bits
-then follow from the tokens before it, if the model asks its caches for masks, applies
-them to everything that `update_and_fetch` returns, and computes nothing else that
-depends on the number of rows without padding. Only a trial shows that:
+In exact mode every forward has the same number of rows, and reads keys in views whose
+size depends on the position alone (`caches/types/fixed_view.py`). A row's bits then
+follow from the tokens before it, if the model asks its caches for masks, applies them
+to everything that `update_and_fetch` returns, and computes nothing else that depends on
+the number of rows without padding. Only a trial shows whether a model does this:
 tests/models/lanes/test_fixed_shape.py.
 """
 
@@ -20,7 +20,7 @@ _RUNS_AGAIN = "has mixers that can only run again over the rows that were kept"
 _NO_VIEW = "has caches without a view of a fixed size"
 _MIXES_ROWS = "has rows that depend on other rows of the forward"
 
-# Modules of mlx_lm.models that were tried and cannot be fed so, and why.
+# Modules of mlx_lm.models that failed a trial in exact mode, and the reasons.
 UNFIT = {
     "afm7": _MIXES_ROWS,
     "deepseek_v41": _NO_VIEW,
@@ -31,7 +31,7 @@ UNFIT = {
     "phi3small": _MIXES_ROWS,
     "rwkv7": _RUNS_AGAIN,
 }
-# Those that work: they were tried in batches too.
+# The modules that work; all of them were tried in batches too.
 TRIED = (TOGETHER | ALONE.keys()) - UNFIT.keys()
 
 

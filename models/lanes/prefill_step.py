@@ -1,4 +1,4 @@
-"""Chunks of prompts: their usual length, and the number of tokens between rounds.
+"""Chunks of prompts: their usual length, and the prompt tokens read between rounds.
 
 Ctrl-C and other requests get their turn between two chunks.
 """
@@ -19,7 +19,7 @@ def usual_prefill_step() -> int:
 class PrefillBudget:
     """Number of prompt tokens to read between rounds, in one chunk or several.
 
-    A chunk is read as a whole, or waits: the ends of chunks may change the last bits.
+    A chunk is read whole or it waits: where chunks end may change results' last bits.
     """
 
     def __init__(self, tokens: int) -> None:

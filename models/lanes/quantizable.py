@@ -25,7 +25,7 @@ def checked_quantization(
         model: the target.
         quantization: the requested quantization.
         caches: the target's caches; None: the model makes them.
-        reach: the largest number of positions of prompt and text.
+        reach: the largest number of positions, of prompt and text together.
 
     Raises:
         InvalidRequestError: a cache holds a window, which mlx-lm cannot quantize; mlx

@@ -2,7 +2,7 @@
 
 On CUDA, kernels are loaded at their first use, and cuDNN plans attention for each pair
 of row count and key count that it has not met (`caches/types/padded_kv.py`), unless a
-kernel of `models/cuda` serves the head dimension.
+kernel of `models/cuda` supports the head dimension.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ def plans_by_keys(caches: Sequence[Any]) -> bool:
 
 
 def shape_of_round(context: int, rows: int, *, by_keys: bool) -> tuple[int, int]:
-    """Return the shape that a round is compiled or planned for: rows, and keys or 0.
+    """Return the numbers of rows and keys that a round is compiled or planned for.
 
     Args:
         context: the number of tokens in the caches before the round.
         rows: the number of positions that are fed.
-        by_keys: see `plans_by_keys`.
+        by_keys: see `plans_by_keys`; False: the number of keys is returned as 0.
     """
     return row_size(rows), whole_steps(context + rows) if by_keys else 0

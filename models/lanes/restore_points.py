@@ -18,9 +18,10 @@ class RestorePoints:
     """Restore points of one lane.
 
     Args:
-        cache: keeps the points, which count for its budget and are at most
+        cache: keeps the points, which count towards its budget and are at most
             `cache.every` tokens apart.
-        places: further positions in the prompt to save, in tokens from its beginning.
+        places: further positions at which to save, in tokens from the prompt's
+            beginning.
 
     Attributes:
         hidden: returns the last hidden states if a head needs them to resume, else
@@ -49,7 +50,8 @@ class RestorePoints:
     def due(self, seen: int, reach: int) -> bool:
         """Return whether a point has to be taken before a round of `reach` tokens.
 
-        Otherwise the last point might be more than `every` tokens away after the round.
+        Without it, the last point might be more than `every` tokens away after the
+        round.
         """
         return seen + reach - self._last > self._every and seen > self._last
 

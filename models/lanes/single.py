@@ -51,7 +51,7 @@ from mlx_speculation.models.round_context import (
 )
 from mlx_speculation.models.shape_buckets import RowSizes
 
-COUNTED_EVERY = 64  # rounds, as counting takes some ten microseconds a layer
+COUNTED_EVERY = 64  # rounds; to count takes about ten microseconds a layer
 
 Replaced = list[tuple[int, Any]]
 Sliding = Literal["slack", "native"]
@@ -66,18 +66,19 @@ class Lane(RequestLane):
         seen: how many tokens of the sequence the caches hold.
         sliding: "slack" replaces new rings by our sliding caches; "native" keeps the
             rings. Passed caches stay as they are.
-        shape: the shape of every forward in exact mode, where a row's bits depend on
-            the tokens before it only; see `caches.types.fixed_view`. Requires
+        shape: the shape of every forward in exact mode, where a row's bits depend only
+            on the tokens before it; see `caches.types.fixed_view`. Requires
             `check_fixed_shape` and `ModelHooks` for the model. None: not exact.
 
     Attributes:
         prefill_step: how many tokens of a prompt are fed at once.
-        shows: evaluate the hidden states of every chunk of a prompt. If one rank reads
-            the states, all ranks that share the target have to set this.
-        prefill_progress: called with the length of every chunk of a prompt, once kept.
+        shows: whether to evaluate the hidden states of every chunk of a prompt. If one
+            rank reads the states, all ranks that share the target have to set this.
+        prefill_progress: called with the length of every chunk of a prompt, once it is
+            kept.
         quantization: decides when the caches are replaced by quantized ones.
-        compiled: a draft's compiled forward, for the rounds that it serves.
-        positions: the number of positions that the model has rows for; see
+        compiled: a draft model's compiled forward, for the rounds that it supports.
+        positions: the number of positions that the model has embeddings for; see
             `introspect.position_table`. A forward past them is refused.
         is_draft: whether this is a drafter's lane. Its prompts use a round's operations
             (`models.round_context`): faster than mlx's, and different by rounding.
@@ -196,19 +197,20 @@ class Lane(RequestLane):
         each: Callable[[Sequence[int], States], None] | None = None,
         fits: Callable[[int], bool] | None = None,
     ) -> bool:
-        """Feed committed tokens in chunks of at most `step`, each one kept whole.
+        """Feed committed tokens in chunks of at most `step`, each kept whole.
 
         With `points`, chunks also end where a restore point is due. In exact mode a
         chunk has at most `room` tokens.
-        An error leaves the caches at the end of the last finished chunk. Feeding the
-        rest later, also after a chunk that did not fit, makes the same chunks.
+        An error leaves the caches at the end of the last finished chunk. If the rest is
+        fed later, also after a chunk that did not fit, the chunks are the same.
 
         Args:
             tokens: the tokens.
             step: the largest length of a chunk; None: `prefill_step`.
             each: called with every chunk and its evaluated hidden states, once the
                 chunk is kept; needs `taps`. None: states are not computed for it.
-            fits: called with the length of every chunk before it is fed; False stops.
+            fits: called with the length of every chunk before it is fed; False ends the
+                call.
 
         Returns:
             Whether all tokens were fed.
@@ -262,7 +264,7 @@ class LaneRound(RequestRound):
         self._taps = lane.taps if lane.follower is None else lane.follower.taps
         self._hidden = None if self._taps is None else self._taps.states()
         self._again: list[Speculation] = []
-        # No method of this object, as a reference cycle would keep old states alive.
+        # Not a method of this object: the reference cycle would keep old states alive.
         rerun = None if whole else partial(_feed_again, lane, self._fed, self._again)
         if lane.shape is not None:  # padding is written too, and never kept
             self._whole = whole = False
@@ -320,7 +322,7 @@ class LaneRound(RequestRound):
         return logits[0, :count]
 
     def prepare(self, keep: Keep) -> None:
-        """Do everything of `commit(keep)` that can fail; see `Speculation.prepare`."""
+        """Do every step of `commit(keep)` that can fail; see `Speculation.prepare`."""
         keep = keep if isinstance(keep, int) else keep[0]
         if self._whole or self.speculation.only_kv:  # nothing is run again
             self.speculation.prepare(keep)
@@ -366,7 +368,7 @@ class LaneRound(RequestRound):
             self._lane.caches[place] = cache
         self.replaced = []
         self.speculation.rollback()
-        for again in self._again:  # if the model ran again, this has written too
+        for again in self._again:  # reruns of the model have written too
             again.rollback()
         self._lane.seen -= self._committed
         if self._lane.follower is not None and self._committed:

@@ -1,7 +1,7 @@
 """The decoder blocks of MTP heads, made of mlx-lm's layer classes.
 
-Each function makes the blocks of one layer of a head from the target's arguments,
-changed as far as the head's blocks differ from the target's layers.
+Each function makes the blocks of one layer of a head from the target's arguments, with
+changes where the head's blocks differ from the target's layers.
 """
 
 import importlib
@@ -56,7 +56,7 @@ def _module_of(args: Any) -> Any:
 def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
     """Return a function that makes one block of a class in the target's module.
 
-    The block is the layer of that index which follows the target's layers.
+    The layer index of the block continues the numbering of the target's layers.
 
     Args:
         layer: the name of the class.
@@ -102,7 +102,7 @@ def deepseek_v32(args: Any, config: Config, k: int) -> list[Block]:
 
 
 def mimo(args: Any, config: Config, k: int) -> list[Block]:
-    """MiMo-7B: a layer like all others."""
+    """MiMo-7B: a layer like the target's."""
     return [Block(_models("mimo").TransformerBlock(args))]
 
 
@@ -171,7 +171,7 @@ def nemotron_h(args: Any, config: Config, k: int) -> list[Block]:
 
 
 def step3p5(args: Any, config: Config, k: int) -> list[Block]:
-    """Step-3.5: a dense layer; its attention is that of layer k after the target's."""
+    """Step-3.5: a dense layer, with the attention that the arguments give its index."""
     index = args.num_hidden_layers + k
     args = replace(args, moe_layers_enum="-1")
     module = _models("step3p5").Step3p5DecoderLayer(args, index)

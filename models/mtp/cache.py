@@ -1,6 +1,6 @@
 """The caches of a head, for one text and for the texts of a batch.
 
-They hold positions of committed text; `models/mtp/rounds.py` writes drafts after them.
+Caches hold positions of committed text, and drafts after these in a round (`rounds`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ class HeadCache(HeadRows):
     Args:
         mtp: the head on its target.
         layers: new caches for each of its layers; no caches if the head reads the
-            target's.
+            target's caches.
         first: the first position that the caches will hold.
         key_steps: see `Speculation`.
 
@@ -62,7 +62,7 @@ class HeadCache(HeadRows):
 
     @property
     def end(self) -> int:
-        """The position that comes next."""
+        """The next position to write."""
         return self.ends[0][0]
 
     @property
@@ -78,13 +78,13 @@ class HeadCache(HeadRows):
     def kept(self) -> tuple[list[Any], int] | None:
         """Return views of the caches and their number of rows, from position 0 on.
 
-        None if the caches begin later, or one of them holds a window.
+        None: the caches begin at a later position, or one of them holds a window.
         """
         rows = min(self.state.ends)
         return None if self.first else first_rows([*chain(*self.layers)], rows)
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Hold the rows of a beginning of the text that `kept` returned."""
+        """Restore rows that `kept` returned, for a prefix of the text."""
         restore(snapshot, [*chain(*self.layers)])
         layers, stop = len(self.layers), snapshot.stop
         self._hold(HeadState((stop,) * layers, (None,) * layers))
@@ -122,7 +122,7 @@ class HeadCache(HeadRows):
 
         Args:
             hidden: the input states at positions [end, stop), at least one.
-            stop: the end of these positions, exclusive: that of the newest token.
+            stop: the end of these positions, exclusive: the newest token's position.
             text: the known tokens.
             choose: gets logits [1, vocab] for the next draft and returns it, [1].
             count: how many drafts to make, at least 1, and at most the head's depth.
@@ -168,8 +168,8 @@ class TreeRound:
         out: the output of the newest position.
 
     Attributes:
-        logits: logits of the nodes that were run last, [nodes, vocab]; at first of the
-            root.
+        logits: logits of the nodes that were run last, [nodes, vocab]; at first those
+            of the root.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class BatchHeadCache(HeadRows):
     def extract(self, row: int) -> tuple[int, list[list[Any]], HeadState]:
         """Return a row's first position, and copies of its caches and state."""
         ends = tuple(layer[row] for layer in self.ends)
-        lags = less(ends[:1] + ends[:-1], ends)  # of each layer to the one before
+        lags = less(ends[:1] + ends[:-1], ends)  # how far each layer is behind
         waiting = tuple(
             None if part is None else cut(part[row : row + 1], [0], [lag])
             for part, lag in zip(self.waiting, lags, strict=True)

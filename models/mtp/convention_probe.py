@@ -6,8 +6,8 @@ are tried; a field keeps its usual value unless another is surely better. The re
 state affects only the second draft, so that field is decided last, by the second draft.
 
 Some converters leave a few norms in another form than the rest and do not say so, which
-costs acceptance. If the form is unknown and the head's agreement is not high, every set
-of the norms that known packs leave is tried.
+lowers the acceptance rate. If the form is unknown and the head's agreement is not high,
+every subset of the norms that known packs leave in another form is tried.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from mlx_speculation.models.mtp.transforms import with_ones
 SECOND_DRAFTS = 8
 # From this agreement on, mixed norms are not tried.
 HIGH_AGREEMENT = 0.9
-# The values of the fields that the first draft shows.
+# The values of the fields that the first draft can decide.
 _VALUES: Mapping[str, Sequence[Any]] = {
     "order": get_args(Order),
     "hidden": get_args(Side),
@@ -139,7 +139,7 @@ def probe(
 def _best(
     trials: Trials[MtpConvention], usual: MtpConvention, free: Sequence[str]
 ) -> MtpConvention:
-    """Return the best combination, with usual values where others are not better."""
+    """Return the best combination, with usual values unless others are better."""
     names = [name for name in _VALUES if name in free]
     every = [
         replace(usual, **dict(zip(names, values, strict=True)))

@@ -1,7 +1,7 @@
 """Families of MTP heads.
 
 A head guesses one token further than its target. Position i pairs the target's hidden
-state at position i with the token at position i + 1, and guesses the one at i + 2:
+state at position i with the token at position i + 1, and guesses the token at i + 2:
 
     x = proj([norm_e(embedding(t[i+1])) | norm_h(hidden[i])])
     y = blocks(x)                         decoder blocks with a cache of their own
@@ -36,13 +36,14 @@ class MtpFamily:
         convention: the usual convention of its heads.
         build: makes the blocks of layer k from the target's arguments, the text part
             of config.json, and k.
-        after_trunk: whether {k} in "layers.{k}." counts on after the target's layers.
+        after_trunk: whether {k} in "layers.{k}." continues the numbers of the target's
+            layers.
         plus_one: whether norms are stored as w and applied as 1 + w.
         layers: "one": a single layer, applied again for each further draft;
             "chained": layer k makes draft k, from the output of layer k - 1 at the
             same position; "first": several are stored, and only the first is used.
-        depth: the most drafts in a round by a layer that is applied again; None: any
-            number.
+        depth: the largest number of drafts in a round of a layer that is applied again;
+            None: any number.
         split_rules: the rules for a head in a folder of its own, with mlx-vlm's names;
             None: `rules` apply, also to names without "mtp.".
     """

@@ -1,8 +1,8 @@
 """Finding the tensors of an MTP head in a model folder.
 
 A head is in the shards of its target, or in a file beside them. Most conversions drop
-it although config.json still declares it, so only the files' contents count. The search
-reads headers only; `HeadFiles.read` maps the wanted tensors.
+the head although config.json still declares it, so only the files' contents count. The
+search reads headers only; `HeadFiles.read` maps the wanted tensors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,7 +96,7 @@ def find_head(
 
 
 def is_split_head(config: dict[str, Any]) -> bool:
-    """Return whether a folder with this config.json holds a head alone.
+    """Return whether a folder with this config.json holds only a head.
 
     mlx-vlm splits checkpoints into such folders, for example of type "qwen3_5_mtp".
     """
@@ -159,8 +159,8 @@ def is_leftover(module: str, name: str, trunk: int) -> bool:
 def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], bool]]:
     """Yield the files of each place where a head may be, in the order of precedence.
 
-    With each place comes whether it is the shards. A head that the index names comes
-    before one in files that the index does not name.
+    Each place comes with a flag: whether it is the shards. A head that the index names
+    comes before one in files that the index does not name.
     """
     named = nested(config, "mlx_lm_extra_tensors", "mtp_file")
     if named is not None:

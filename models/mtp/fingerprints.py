@@ -1,6 +1,6 @@
 """Hashes of a target and of its head, to tell whether they are still the same.
 
-Of more than 1 MiB in a row, only 64 evenly spread blocks of 4 KiB are hashed, the first
+Of a run of more than 1 MiB, only 64 evenly spread blocks of 4 KiB are hashed, the first
 and the last included. So another training, precision, conversion or quantization
 changes a hash. A change of single weights in a large tensor may not.
 """

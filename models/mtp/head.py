@@ -1,9 +1,9 @@
 """An MTP head of any family as a module; see `family` for the formulas.
 
-A head has mlx-lm's caches of its own, which count positions from the first one that
-they hold. Only equal shifts of all positions matter, so this changes nothing. Positions
-of committed text need keys and values only. They pass the same blocks, but their
-output is dropped unevaluated, and so are the queries, the attention and the MLP.
+A head has caches of its own, of mlx-lm's classes, which count positions from the first
+one that they hold. This shifts all positions equally, which changes no output.
+Positions of committed text need only keys and values. They pass the same blocks, but
+their output, queries, attention and MLP are dropped unevaluated.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ class MtpHead(nn.Module):
         # Whether layer k makes draft k, from the output of layer k - 1 at the same
         # position. Otherwise the first layer makes all drafts
         chained: bool = False,
-        # The most drafts in a round; None: any number
+        # The largest number of drafts in a round; None: any number
         depth: int | None = None,
     ) -> None:
         super().__init__()

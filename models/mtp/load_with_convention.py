@@ -3,7 +3,7 @@
 The first of these sources that has the convention counts:
 
     1. the caller
-    2. the pack's own files; if they do not say how norms are stored, a probe finds that
+    2. the pack's own files; a probe finds out how norms are stored if they do not say
     3. the saved result of an earlier probe of the same target and head
     4. a probe now, whose result is saved
 """
@@ -51,8 +51,8 @@ def load_mtp_head(
         folder: the target's folder.
         model: the target, loaded from it.
         convention: the head's training convention. When omitted, it is read from files
-            or probed: the target writes about 64 tokens, the head guesses them by each
-            possible convention, and the best one is used and saved.
+            or probed: the target writes about 64 tokens, the head guesses them under
+            each possible convention, and the best one is used and saved.
         tokenizer: the target's, for the probe; read from the folder when omitted.
         split: the head's own folder, if it is not in the target's.
 
@@ -61,7 +61,7 @@ def load_mtp_head(
 
     Raises:
         UnsupportedModelError: no heads are known for the target's family.
-        ConventionError: the head agrees with the target by no convention.
+        ConventionError: the head agrees with the target under no convention.
         ModelFolderError: the folder has no head, the head is not complete, or neither
             `convention` nor the files say how norms are stored.
     """

@@ -25,10 +25,10 @@ and then draft from the last one:
     drafted from     7 d1 d2                4 d1 d2
     kept             7                      4
 
-A head that makes all drafts in one forward (`ParallelHead`) writes them after 7 and 4
-in that forward, and they are dropped as well. Padding is never attended to: it comes
-after the positions of its forward, and is dropped before the next one. So no text waits
-for another, and none is fed twice.
+A head that makes all drafts in one forward (`ParallelHead`) writes the drafts after 7
+and 4 in that forward, and they are dropped as well. Padding is never attended to: it
+comes after the positions of its forward, and is dropped before the next one. So no text
+waits for another, and none is fed twice.
 """
 
 from collections.abc import Sequence
@@ -50,9 +50,9 @@ class HeadRows:
 
     Attributes:
         layers: the caches of each layer.
-        ends: for each layer and text, the position that comes next.
-        waiting: for each layer, states of the layer before at the positions from its
-            end on, [texts, the most, dim]; None: no positions wait.
+        ends: for each layer and text, the next position to write.
+        waiting: for each layer, states of the previous layer at the positions from this
+            layer's end on, [texts, n, dim], padded; None: no positions wait.
     """
 
     layers: list[list[Any]]
@@ -71,7 +71,7 @@ class HeadRows:
 
     @property
     def lag(self) -> int:
-        """The most positions by which a layer lags the first one."""
+        """Largest number of positions by which a layer is behind the first one."""
         return max(max(less(self.ends[0], ends)) for ends in self.ends)
 
 
@@ -124,7 +124,7 @@ class HeadRound:
     ) -> None:
         """Write positions, and draft after them; see `ParallelHead`.
 
-        Of several texts, a head that is no chain writes at most one position each.
+        With several texts, a head that is no chain writes at most one position of each.
 
         Args:
             hidden: see the class.
@@ -163,7 +163,7 @@ class HeadRound:
         """Return a layer's caches to write to; a commit keeps positions up to ends."""
         caches, starts = self._rows.layers[layer], self._ends[layer]
         self._ends[layer] = [*ends]
-        if not caches:  # a head that reads the target's
+        if not caches:  # a head that reads the target's caches
             return ()
         speculation = Speculation(caches, **self._options)
         self._speculations.append(speculation)
@@ -298,11 +298,11 @@ def cut(
 
 
 def _taken(array: mx.array, places: NDArray[np.int64]) -> mx.array:
-    """Return columns of each row; a place past its end gives its last column."""
+    """Return columns of each row; a place past the row's end gives its last column."""
     columns = mx.array(np.minimum(places, array.shape[1] - 1))
     return array[mx.arange(len(places))[:, None], columns]
 
 
 def less(numbers: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Return the differences, as many as the shorter sequence has."""
+    """Return the differences, as many as the shorter sequence has numbers."""
     return [*map(sub, numbers, others)]

@@ -56,8 +56,9 @@ def grow(
         levels: the largest depth of the tree, at least 1.
 
     Returns:
-        Tokens, uint32 [nodes], or fewer if the levels have fewer candidates; and the
-        index of each one's parent, which comes before it, int32 [nodes], -1: the root.
+        The tokens, uint32 [nodes], or fewer if the levels have fewer candidates; and
+        the index of each node's parent, int32 [nodes], smaller than the node's own; -1:
+        the root.
     """
     beam = min(BEAM, nodes)
     tokens, values = (each[0] for each in children(nodes if levels == 1 else beam))

@@ -1,7 +1,8 @@
 """Dispatch of operations to the rooms (see `models.device_ops`).
 
-No other module names `models/cpu` and `models/cuda`. If no room of `ROOMS` serves,
-callers use the functions of mlx and mlx-lm: the text is the same, and takes longer.
+No other module names `models/cpu` and `models/cuda`. If no room of `ROOMS` supports
+this machine, callers use the functions of mlx and mlx-lm: the text is the same, but
+takes longer.
 """
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models import cpu, cuda
 from mlx_speculation.models.device_ops import CompiledForward, DeviceOps, RunBlock
 
-# The first room that serves this machine does all of its round ops.
+# The first room that supports this machine runs all operations of rounds.
 ROOMS: tuple[DeviceOps, ...] = (cuda.OPS, cpu.OPS)
 
 

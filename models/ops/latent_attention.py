@@ -1,8 +1,8 @@
 """Attention over latents for a few rows, with mlx-lm's method for one row.
 
-Multi-head latent attention keeps one latent c of each position instead of keys and
-values of every head (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). mlx-lm 0.32.2 has
-two methods, with the same result up to rounding:
+Multi-head latent attention keeps one latent c per position instead of keys and values
+of every head (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). mlx-lm 0.32.2 has two
+methods, with the same result up to rounding:
 
     one row          (W_k^T q) c, then W_v of the sum: reads the latents only
     several rows     q (W_k c), and W_v c: first computes keys and values of every head
@@ -47,7 +47,7 @@ ATTENTIONS = frozenset(
 
 
 class _Latents:
-    """Stand-in for an attention's cache that stores the latents it returned."""
+    """Stand-in for an attention's cache; keeps the latents that the cache returned."""
 
     __slots__ = ("attention", "cache", "shown")
 
@@ -76,7 +76,7 @@ def _attend(
     scale: float,
     mask: mx.array | None,
 ) -> mx.array:
-    """Attend to latents if `cache` is `_Latents`, and do not use `keys`, `values`."""
+    """Attend to latents if `cache` is `_Latents`; else to `keys` and `values`."""
     if not isinstance(cache, _Latents):
         made: mx.array = scaled_dot_product_attention(
             queries, keys, values, cache=cache, scale=scale, mask=mask

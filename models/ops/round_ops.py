@@ -1,9 +1,9 @@
 """Attention of a round, in place of the function that a model's layers call.
 
 The code of mlx-lm's layers calls attention by a global name. A hooked layer runs a copy
-of its code, in which this name is bound to `attend` of the room that serves this
-machine (`models.device_ops`). It checks its arguments, and calls mlx-lm's function if
-it does not serve them. The original code runs outside of rounds. A layer whose name was
+of its code, in which this name is bound to `attend` of the room for this machine
+(`models.device_ops`). `attend` checks its arguments, and calls mlx-lm's function if it
+does not support them. The original code runs outside of rounds. A layer whose name was
 bound to another function before the hook was made gets no hook.
 """
 

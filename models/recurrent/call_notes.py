@@ -2,13 +2,13 @@
 
 Notes are arguments and results of the calls inside of one call of one mixer. Parts find
 the notes in a context variable, which is separate for each thread. Outside of a
-recorded call there are none, and a hooked part only does its work.
+recorded call there are no notes, and a hooked part only does its work.
 
 A hooked instance gets a class of its own (see `models.instance_hooks`). Nothing in
 mlx-lm is patched: if a mixer calls a scan by its global name, the class has a copy of
 the method with its own globals, in which that name records the call. Other uses of the
-same module do not change. Nothing is recorded of a scan that other code has replaced
-before the hook was made.
+same module do not change. A scan that other code replaced before the hook was made is
+not recorded.
 """
 
 import functools
@@ -58,7 +58,7 @@ def _note(key: Any, value: Any) -> None:
 
 @functools.cache
 def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class for parts that records their first array under their id."""
+    """Return a class of parts that records a call's first array under the part's id."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _note(id(self), first_of(mx.array, (*args, *kwargs.values())))
@@ -69,7 +69,7 @@ def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class for parts that records their result under their id."""
+    """Return a class of parts that records a call's result under the part's id."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)

@@ -20,7 +20,8 @@ computed on request only.
 Results differ from the recurrence by rounding. So products are used only if rows of a
 block differ from single rows anyway, which holds for float32 on a CPU with OpenBLAS. If
 `models.ops` has a kernel, as on CUDA, the kernel runs the steps. mlx-lm's own scan runs
-with the reference BLAS, on Metal, for which it has a kernel, and for single rows.
+in all other cases: with the reference BLAS, on Metal, where it has a kernel, and for
+single rows.
 """
 
 import functools
@@ -175,7 +176,7 @@ def gated_delta_in_chunks(
     allow_neg_eigval: bool = False,
     **_: Any,
 ) -> Block | None:
-    """Run mlx-lm's `gated_delta_update` as a block; None: mlx-lm's has to run."""
+    """Run mlx-lm's `gated_delta_update` as a block; None: mlx-lm's code has to run."""
     kernel = gated_delta_kernel(q, v)
     by_channel = a.ndim != b.ndim  # then a has one axis more
     in_chunks = rows_differ(q.dtype) and not by_channel

@@ -1,7 +1,7 @@
 """Recording of the inputs of recurrent mixers, so that a prefix can be replayed.
 
-A hooked mixer gets a class of its own, which also records its arguments on the cache
-that it is called with, together with notes of its convolutions and its scan. Only the
+A hooked mixer gets a class of its own. On the cache passed to a call, this class also
+records the call's arguments, and notes of its convolutions and its scan. Only the
 caches of a `Speculation` record calls. Nothing is stored on the model, so generators
 and threads do not affect each other. Parameter paths, `isinstance` and logits stay the
 same.
@@ -12,7 +12,7 @@ For the mixers in `mixers.MIXERS`, replay was shown to equal plain decoding
     notes complete       the state follows from the notes; no weights are read
     otherwise            the mixer runs again over its recorded inputs; counted
     mixer not listed,    it is not hooked, and after a partial acceptance the model runs
-    or source changed    again: right, but it takes one forward
+    or source changed    again: correct, but it takes one forward
 """
 
 import functools
@@ -50,7 +50,7 @@ _RANK = 0  # the innermost hook of a mixer, as it copies code of the plain class
 
 
 def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the cache that records calls, and the argument that it is, or is in."""
+    """Return the cache that records calls, and the argument that is or contains it."""
     for value in values:
         if isinstance(value, _TAKES_NOTES):
             return value, value

@@ -13,8 +13,9 @@ which are most of the weights that a decode step reads. But its states follow fr
     the last token ids           the ids                            a copy of n ids
 
 Everything here is lazy, and reads no weights except each head's decay and bias. If
-notes are not complete, as those of a scan whose source is not known, they are not used,
-and the mixer runs again over its inputs. `recorder` and `call_notes` record the notes.
+notes are incomplete, for example because the source of a scan is unknown, they are not
+used, and the mixer runs again over its inputs. `recorder` and `call_notes` record the
+notes.
 """
 
 import functools
@@ -93,7 +94,7 @@ class Recipe(Protocol):
 
     @property
     def runs_again(self) -> bool:
-        """Return whether the mixer may run again instead: it writes this cache only."""
+        """Return whether the mixer may run again instead: it writes no other cache."""
         ...
 
     def replay(self, call: "MixerCall", cache: ArraysCache, keep: int) -> None:
@@ -133,7 +134,7 @@ class MixerCall:
 
     @property
     def complete(self) -> bool:
-        """Completeness of the notes: all calls that the recipe watches are in them."""
+        """Completeness of the notes: they have all calls that the recipe watches."""
         if self.recipe is None:
             return False
         watch = self.recipe.watch

@@ -1,10 +1,10 @@
-"""A scan that is run one row at a time, with the state after each row.
+"""A scan that is run one row at a time, and the state after each row.
 
 In exact mode a row's result, and the state after it, must not depend on the number of
-rows fed with it. But a scan over a block may use another formula than one over a single
-row, and a replay would be a scan over fewer rows. So the scan is called for each row,
-with the state of the call before it. The state after n rows is that of the n-th call.
-Rows of padding are not run, and their results are zeros.
+rows fed with it. But a scan over a block may use another formula than a scan over a
+single row, and a replay would be a scan over fewer rows. So the scan is called for each
+row, with the state that the previous call returned. The state after n rows is that of
+the n-th call. Rows of padding are not run, and their results are zeros.
 """
 
 from collections.abc import Callable, Sequence
