@@ -1,8 +1,8 @@
 """Models: an mlx-lm model with its caches as one lane, hooks, loading, draft heads.
 
-It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen. This
-module exports the names that all drafters use; subpackages export those of one kind of
-drafter.
+This package knows mlx-lm's models and tokenizers, but not how tokens are chosen. This
+module exports the names that all drafters use; each subpackage exports the names of one
+kind of drafter.
 """
 
 from mlx_speculation.models.checkpoints.convention import MtpConvention

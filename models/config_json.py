@@ -24,8 +24,8 @@ def read_json(
     file: Path,  # the file
     *,
     most: int = LARGEST,  # how many bytes it may have
-    # Whether to refuse duplicate keys. False for files that mlx-lm reads too: it takes
-    # the last value
+    # Whether to refuse duplicate keys. False for files that mlx-lm reads too: mlx-lm
+    # takes the last value
     unique_keys: bool = False,
     # The advice in errors
     advice: str = "Download it again, or correct it.",

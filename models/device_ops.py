@@ -1,7 +1,7 @@
 """Operations for one kind of machine, which replace those of mlx and mlx-lm.
 
 The packages `models/cpu` and `models/cuda`, called rooms, each make one `DeviceOps`.
-`models.ops` chooses among them, and no other module knows them. If no room serves a
+`models.ops` chooses among them, and no other module knows them. If no room supports a
 machine, mlx's own operations run, and the text is the same.
 """
 
@@ -54,11 +54,11 @@ class DeviceOps:
 
     Attributes:
         device: the value of `device_of_round` in rounds that use the operations.
-        serves: returns whether `attend` serves this machine now; compiles the kernels
-            that it needs.
-        attend: replaces `scaled_dot_product_attention` of mlx-lm in rounds. It checks
-            its arguments, and calls that function if it does not serve them.
-        hooks: yields the room's own hooks on a model, if they serve.
+        serves: returns whether `attend` can be used on this machine now; compiles the
+            kernels that `attend` needs.
+        attend: replaces `scaled_dot_product_attention` of mlx-lm in rounds. `attend`
+            checks its arguments, and calls that function if it does not support them.
+        hooks: yields the room's own hooks on a model, if they can be used here.
         attention_dims: head dimensions for which the room has attention over a few rows
             without a plan for each number of keys.
         gated_delta: called with a q and a v. Returns a function that runs a block of

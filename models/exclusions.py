@@ -1,4 +1,4 @@
-"""Models that cannot be fed in some way, and why; `exclusions.toml` has the tables.
+"""Models that cannot be fed in some ways, and the reasons, from `exclusions.toml`.
 
 Batches: all rows of a batch end at one column, so shorter ones have padding on their
 left, and after a verify rows keep different numbers of tokens. mlx-lm's batch caches
@@ -7,14 +7,16 @@ Every architecture of mlx-lm 0.32.2 was decoded in batches and alone
 (tests/engine/batch/test_batch_census.py). A model that is in no table has not been
 tried, and its requests run alone.
 
-Drafts: a verify is one forward over several rows, which must equal rows that are fed
-one by one. That needs a causal model. Every architecture of mlx-lm was fed both ways
-(tests/engine/test_census.py); the one that is not causal is decoded without drafts.
+Drafts: a verify is one forward over several rows, whose results must equal those of
+rows that are fed one by one. This requires a causal model. Every architecture of mlx-lm
+was fed both ways (tests/engine/test_census.py); the one that is not causal is decoded
+without drafts.
 
-Prefix caches: a resumed prompt is cut into other forwards than a prompt from the start.
-So rows must not depend on where a prompt is cut, as they do in one model of mlx-lm.
+Prefix caches: a resumed prompt is cut into other forwards than a prompt that is read
+from the start. So a row's result must not depend on where a prompt is cut; in one model
+of mlx-lm it does.
 
-Steps of keys: models that were tried with it see their keys in whole steps of rows
+Steps of keys: models that were tried in this way see their keys in whole steps of rows
 (`caches/types/padded_kv.py`).
 """
 

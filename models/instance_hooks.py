@@ -1,13 +1,13 @@
 """Hooks on single modules: each hooked module gets a class of its own.
 
-A hook derives a class from a class. The class of a hooked module is its plain class
-with the hooks of all owners applied in the order of their ranks, the lowest rank first;
-the order in which owners come and leave does not matter. A module has one hook of each
-rank: the first requested one, until the last of its owners has left. Parameter paths
-and `isinstance` stay the same.
+A hook derives a subclass from a given class. The class of a hooked module is its plain
+class with the hooks of all owners applied in the order of their ranks, the lowest rank
+first; the order in which owners come and leave does not matter. A module has one hook
+of each rank: the first requested one, until the last of its owners has left. Parameter
+paths and `isinstance` stay the same.
 
 A copy of a hooked module, by `copy` or by `pickle`, is a copy of the plain module: it
-has the plain class, as no owner would remove the hooks from it.
+has the plain class, since no owner would ever remove hooks from the copy.
 """
 
 import copyreg
@@ -30,13 +30,13 @@ class Hook(NamedTuple):
 
 
 # Re-entrant: the garbage collector may run in the middle of a change, and remove the
-# hooks of a collected generator. They are then removed after the change.
+# hooks of a collected generator. Those hooks are then removed after the change.
 _lock = threading.RLock()
 _changing = False
 _left: list["Hooked"] = []
 
-# Hooked modules by id, with the hook of each rank and its number of owners. It is not
-# an attribute of the modules, as it would then be copied with them.
+# Hooked modules by id, with the hook of each rank and its number of owners. An
+# attribute of the modules would be copied with them.
 _registry: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
 
 
@@ -56,7 +56,7 @@ def unhooked(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def made_again(method: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of a method in which these global names have other values."""
+    """Return a copy of a method with other values for these global names."""
     again = FunctionType(
         method.__code__,
         {**method.__globals__, **names},

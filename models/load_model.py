@@ -68,18 +68,20 @@ def load(
 ) -> tuple[nn.Module, Any]:
     """Load a model with mlx-lm, in the form that this device needs.
 
-    Tensors of an MTP head in the model's files are left out, as some make mlx-lm fail.
-    All other tensors have to belong to the model.
+    Tensors of an MTP head in the model's files are left out: some make mlx-lm fail. All
+    other tensors have to belong to the model.
 
     Args:
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
         adapter_path: a folder of adapter weights that mlx_lm.lora made for the model.
-        trust_remote_code: let code in the folder run, of the model or its tokenizer.
-        group: spread the model over the ranks of this group. Every rank calls `load`,
+        trust_remote_code: whether code in the folder, of the model or its tokenizer,
+            may run.
+        group: the group over whose ranks the model is spread. Every rank calls `load`,
             and keeps its part of the weights.
         parallel: the way to spread it: "tensor" or "pipeline".
-        vision: load it with mlx-vlm, as a target that reads images; None: do so if the
-            folder has a vision part, and mlx-lm does not know the architecture.
+        vision: whether to load the model with mlx-vlm, as a target that reads images;
+            None: only if the folder has a vision part, and mlx-lm does not know the
+            architecture.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are
@@ -89,8 +91,8 @@ def load(
         ModelFolderError: the folder is not a model, or mlx-lm could not read it or the
             adapter.
         UnsupportedModelError: the model cannot be spread over the ranks in this way.
-        InvalidRequestError: an adapter was passed with several ranks, or either of them
-            for a vision model.
+        InvalidRequestError: an adapter was passed with several ranks, or one of these
+            two was passed for a vision model.
     """
     check_parallel(parallel)
     spreads = group is not None and group.size() > 1
@@ -151,10 +153,10 @@ def _loaded(
 
 
 def check_target(path_or_repo: str | Path) -> None:
-    """Refuse the folder of a drafter, since that of a target is needed.
+    """Refuse the folder of a drafter, since a target's folder is needed.
 
     Raises:
-        ModelFolderError: it is a drafter; the error names its kind.
+        ModelFolderError: the folder holds a drafter; the error names its kind.
     """
     folder = Path(path_or_repo).expanduser()
     if not is_there(folder / "config.json"):
@@ -235,7 +237,7 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
 def _load_trunk(
     folder: Path, trust_remote_code: bool, *, lazy: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model; meanwhile its class drops the tensors of an MTP head."""
+    """Load a model whose class drops the tensors of an MTP head during the load."""
     beside = sidecar_names(folder)
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -266,7 +268,7 @@ def _load_trunk(
 def mlx_lm_speed(model: nn.Module, prompt: Sequence[int], tokens: int) -> float:
     """Decode greedily with mlx-lm's own loop; return tokens per second after prefill.
 
-    Speeds of this package are compared with this one.
+    Speeds of this package are compared with this speed.
     """
     started = 0.0
     steps = generate_step(mx.array(list(prompt)), model, max_tokens=tokens)

@@ -101,7 +101,7 @@ def model_folder(path_or_repo: str | Path) -> Path:
 
 
 def _why(error: Exception) -> str:
-    """Return an error's kind, with its text if it is not the hub's or the network's."""
+    """Return an error's kind, and its text unless the hub or the network raised it."""
     kind = type(error).__name__
     if type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx"):
         return kind

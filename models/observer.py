@@ -1,8 +1,8 @@
 """Observers of the calls that a model makes to its modules.
 
-An observed module gets a class of its own (see `instance_hooks`). Its methods work as
-before, and pass their arguments and results to the observers of the current thread. An
-observer may also replace a call by a result.
+An observed module gets a class of its own (see `instance_hooks`). The methods of this
+class work as before, and pass their arguments and results to the observers of the
+current thread. An observer may also replace a call by a result.
 """
 
 import functools
@@ -22,7 +22,7 @@ _observers: ContextVar[tuple["Observer", ...]] = ContextVar("observers", default
 
 
 class Observer:
-    """Observer of calls. `values` are their arguments, positional ones first."""
+    """Observer of calls. `values` are a call's arguments, positional ones first."""
 
     def enter(
         self, module: nn.Module, method: str, values: tuple[Any, ...]

@@ -1,8 +1,9 @@
 """Conversion of loaded weights to fewer bits or to float32.
 
-A drafter's time is that of reading its weights, and its choices change the speed, never
-the text. So its weights may have fewer bits than in the checkpoint. On a Linux CPU that
-saves memory but no time: products with quantized weights do not use BLAS there.
+A drafter takes the time of reading its weights, and its choices change the speed, never
+the text. So its weights may have fewer bits than in the checkpoint. On a Linux CPU
+fewer bits save memory but no time: products with quantized weights do not use BLAS
+there.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ def check_bits(bits: Any) -> None:
     """Refuse a number of bits to which mlx cannot quantize.
 
     Raises:
-        InvalidRequestError: names the number, and the possible ones.
+        InvalidRequestError: names the number, and the possible numbers.
     """
     if bits not in BITS or isinstance(bits, bool):
         raise InvalidRequestError(
@@ -35,7 +36,7 @@ def check_bits(bits: Any) -> None:
 def quantize_weights(module: nn.Module, bits: int) -> int:
     """Quantize the linear layers and embeddings that are not quantized yet, in place.
 
-    Layers whose row length no size in `GROUP_SIZES` divides stay as they are. The
+    A layer stays as it is if no size in `GROUP_SIZES` divides its row length. The
     model's `quant_predicate` (mlx-lm) applies: it keeps routers in more bits, or
     unquantized.
 
@@ -97,8 +98,8 @@ def to_float32(model: nn.Module, *, lazy: bool = False) -> nn.Module:
     """Dequantize and widen the weights to float32; with `lazy`, evaluate nothing.
 
     On a Linux CPU only float32 products use BLAS. Other products take time in
-    proportion to their rows, so verifying k drafted tokens would cost k steps. Float32
-    takes 4 bytes a weight.
+    proportion to the number of their rows, so verifying k drafted tokens would cost k
+    steps. Float32 takes 4 bytes a weight.
     """
     model.set_dtype(mx.float32)  # scales first, so that products do not round
     model = dequantize_model(model)

@@ -1,7 +1,7 @@
-"""Context of this thread's forward: whether it is a round's, and its operations.
+"""Context of this thread's forward: whether a round runs it, and its operations.
 
-A round's forward has few rows, unlike one that reads a prompt. Some layers have a
-faster implementation for few rows, in part for one device only.
+A round's forward has few rows, unlike a forward that reads a prompt. Some layers have a
+faster implementation for few rows, and some implementations are for one device only.
 """
 
 import functools

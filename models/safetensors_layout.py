@@ -32,7 +32,7 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Return the shapes in a safetensors file by tensor name, and its metadata.
 
     Raises:
-        ModelFolderError: the file cannot be read, or is cut.
+        ModelFolderError: the file cannot be read, or is truncated.
     """
     try:
         with safe_open(file, framework="numpy") as opened:
@@ -50,10 +50,10 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
 def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
     """Return the files that hold a model's weights.
 
-    If the folder has an index, they are the files that the index names. Otherwise they
-    are the files that match the pattern, and no two of them may hold the same tensor.
+    If the folder has an index, the result is the files that the index names. Otherwise
+    it is the files that match the pattern, and no two of them may hold the same tensor.
     Files of an MTP head and `CONSOLIDATED`, which may repeat tensors of the model, are
-    left out unless there are no others.
+    left out unless there are no other files.
 
     Raises:
         ModelFolderError: the index is malformed, or names a file that is missing or not
@@ -94,7 +94,7 @@ def unnamed_files(folder: Path) -> list[Path]:
 
 
 def spare_files(folder: Path) -> list[Path]:
-    """Return those unnamed files that share no tensor with the model.
+    """Return the unnamed files that share no tensor with the model.
 
     Such a file may hold a head that was added after the index was written. A file that
     repeats weights of the model belongs to another checkpoint.
@@ -210,7 +210,8 @@ def places_in(file: Path) -> dict[str, TensorPlace]:
     """Return the places of a file's tensors, by their names.
 
     Raises:
-        ModelFolderError: the file cannot be read, is cut, or is no safetensors file.
+        ModelFolderError: the file cannot be read, is truncated, or is no safetensors
+            file.
     """
     header(file)  # checks the file
     try:

@@ -1,18 +1,19 @@
-"""Numbers of rows that a batch shows to a model: a few sizes, if new ones cost much.
+"""Row counts to which forwards of a batch are padded: a few, if new ones cost much.
 
-On CUDA, cuDNN makes a plan for attention of two or more positions, in some 40 ms, for
+On CUDA, cuDNN makes a plan for attention of two or more positions, in about 40 ms, for
 each number of rows (`caches/types/padded_kv.py`) and each number of positions. A batch
-of 32 rows that end one by one has 31 numbers of rows. With these sizes it has ten:
+of 32 rows that end one by one goes through 31 numbers of rows. With these sizes it goes
+through ten:
 
     1  2  3  4  6  8  12  16  24  32  48  64 ...
 
-The padding rows are then fewer than half the live rows, and 13 % of them on average
-over a batch that shrinks from 32 rows to 1. Powers of two would have six sizes, up to
-twice the live rows in total, and 29 % of padding. A plan is made once, but a padding
-row costs time in each round.
+The padding rows are then fewer than half of the live rows, and on average 13 % of them
+while a batch shrinks from 32 rows to 1. Powers of two would give six sizes, up to twice
+as many rows in total as live rows, and 29 % of padding. A plan is made once, but a
+padding row costs time in each round.
 
-Draft lengths of a batch have these sizes too, and forwards of other lengths are padded:
-a new number of positions also needs a new plan, and new CUDA graphs.
+Draft lengths of a batch are limited to these sizes too, and forwards of other lengths
+are padded: a new number of positions also needs a new plan, and new CUDA graphs.
 """
 
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """The numbers of rows that a batch shows to its model.
+    """The row counts to which forwards of a batch are padded.
 
     Attributes:
         most: the largest number of live rows, and so the largest size; None: no limit.
-        used: whether a batch shows sizes; None: if attention makes plans by number of
-            rows.
+        used: whether a batch pads to sizes; None: only if attention makes plans by
+            number of rows.
     """
 
     most: int | None = None

@@ -27,7 +27,7 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 Parallel = Literal["tensor", "pipeline"]
 Group = mx.distributed.Group
 
-# The most bytes of the line of JSON that each rank sends in `gathered`.
+# The largest size, in bytes, of the line of JSON that each rank sends in `gathered`.
 SAID_BYTES = 1024
 _TENSOR_LAYERS = (
     layers.AllToShardedLinear,
@@ -135,7 +135,7 @@ def can_join_output(model: nn.Module) -> bool:
 def joined_output(model: nn.Module, group: Group) -> nn.Module | None:
     """Return a whole copy of a split output layer on rank 0, and None on other ranks.
 
-    All ranks have to call it, and wait for each other.
+    All ranks have to call this function, and they wait for each other.
     """
     split: Any = _split_output(model)
     assert split is not None
@@ -171,7 +171,7 @@ def keeps_rows_alone(model: nn.Module) -> bool:
 
 
 def mark_of(model: nn.Module) -> str:
-    """Return a mark of the model's embeddings, which every rank has whole.
+    """Return a mark made from the model's embeddings, which every rank has whole.
 
     Models with different weights have different marks. The mark depends on the first
     and the last row of each embedding that is not inside of a layer.

@@ -1,10 +1,10 @@
-"""The parts of mlx-lm that are relied on beyond its API, and checks of their sources.
+"""Parts of mlx-lm beyond its API that this package relies on, and source checks.
 
 `mlx_lm_touches.toml`, beside this file, lists them for caches/, models/ and samplers/,
 with the digest of each source. A mixer is replayed only if its digest is the listed
 one. A source with another digest, or without one (a bundle without .py files), counts
 as unknown, and so does a class with a method from elsewhere. An unknown mixer is not
-replayed: the model runs again instead, which is always right.
+replayed: the model runs again instead, which is always correct.
 """
 
 import ast
@@ -52,7 +52,7 @@ def _of_one_piece(value: type | FunctionType) -> bool:
 
 @functools.cache
 def source_digest(module: str, name: str) -> str | None:
-    """Return the SHA-256 of a source text, which takes some milliseconds.
+    """Return the SHA-256 of a source text; this takes a few milliseconds.
 
     The text is hashed, since its syntax tree depends on the version of Python. None:
     the module is not imported, has no source here, or lacks the name.

@@ -1,13 +1,14 @@
-"""Forwards that are submitted in parts, while the rest of their graph is built.
+"""Forwards that are submitted in parts, while the rest of each graph is built.
 
-A round cannot be built before the last one was read. So a GPU that gets a round's
-forward as a whole idles while all of its graph is built. If the forward is submitted
-after every few layers, the first ones run meanwhile. Each submission costs time, so
-`SpeculativeGenerator.calibrate` measures the number of layers.
+A round cannot be built before the results of the last round were read. So a GPU that
+gets a round's forward as a whole idles while all of its graph is built. If the forward
+is submitted after every few layers, the first layers run meanwhile. Each submission
+costs time, so `SpeculativeGenerator.calibrate` finds the best number of layers by
+measurement.
 
-On a CPU mlx computes on a thread of its own, and `mx.async_eval` blocks once some
-hundred operations wait. A plain step is therefore submitted layer by layer there.
-Rounds gained nothing from it with two cores (docs/log/rounds.md).
+On a CPU mlx computes on a thread of its own, and `mx.async_eval` blocks once about a
+hundred operations wait. So there a plain step is submitted layer by layer. Rounds
+gained nothing from this with two cores (docs/log/rounds.md).
 
 Operations, their order and their results are the same for any number of layers.
 """
@@ -23,16 +24,17 @@ from mlx_speculation.models.instance_hooks import Hook, derived
 from mlx_speculation.models.observer import first_array
 from mlx_speculation.models.round_context import cuda_serves, on_cpu, parts_of_forward
 
-_RANK = 2  # outside of all other hooks, since the result of the outermost is submitted
+_RANK = 2  # outside of all other hooks: the outermost hook's result is submitted
 PART_SIZES = (0, 2, 4, 8, 16)  # layers of a round's forward at once; 0: all of them
 
 
 def usual_part() -> int:
     """Return how many layers a round submits at once if `calibrate` has not run.
 
-    With CUDA all of them (0), as small and quantized models lose as much as large ones
-    gain (docs/log/cuda_kernels.md). On Metal 8: other projects report a gain of 8 ms
-    from parts of a few layers, without a number, and each command buffer costs time.
+    With CUDA all of them (0), since small and quantized models lose as much as large
+    ones gain (docs/log/cuda_kernels.md). On Metal 8: other projects report a gain of 8
+    ms from parts of a few layers, without saying how many, and each command buffer
+    costs time.
     """
     return 0 if on_cpu() or cuda_serves() else 8
 

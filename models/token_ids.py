@@ -70,8 +70,8 @@ _LENGTHS = (
 def context_length(model: nn.Module) -> int | None:
     """Return the number of tokens that the model was made for; None: it is not known.
 
-    A checkpoint without such a number has the default of mlx-lm's class of arguments,
-    except if all layers are recurrent, which have no limit.
+    For a checkpoint without such a number, this is the default of mlx-lm's class of
+    arguments, or None if all layers are recurrent, since these have no limit.
     """
     args = getattr(model, "args", None)
     inner = getattr(getattr(model, "language_model", None), "args", None)
@@ -107,8 +107,8 @@ def _scaled_length(config: Mapping[str, Any]) -> int:
 def check_same_ids(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     """Check that every id that both tokenizers have means the same token in both.
 
-    Ids that only one of them has are harmless: a drafter never proposes an id that the
-    target lacks, nor one that it lacks itself.
+    Ids that only one tokenizer has are harmless: a drafter never proposes an id that
+    the target or the drafter itself lacks.
 
     Raises:
         TokenizerMismatchError: an id stands for two different tokens, or the two

@@ -42,7 +42,7 @@ class MtpConvention:
             be added. None: the files decide.
 
     Raises:
-        InvalidRequestError: a field has another value.
+        InvalidRequestError: a field has a value that is not allowed.
     """
 
     hidden: Side = "after_norm"

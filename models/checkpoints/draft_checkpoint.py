@@ -42,7 +42,7 @@ def layer_args(
 ) -> Args:
     """Read mlx-lm's arguments of the decoder layers from a Llama-like config.json.
 
-    Biases of linear layers are not read from it, since the tensors show them.
+    Biases of linear layers are not read from config.json, since the tensors show them.
 
     Args:
         config: the content of config.json.
@@ -130,7 +130,7 @@ def layer_windows(
         kinds: the kinds of the layers, as `layer_types` of config.json has them.
         count: how many layers there are.
         config: the object with the size of the windows.
-        key: its key there.
+        key: the key of the size in this object.
         name: the drafter's name, for messages.
 
     Raises:
@@ -151,7 +151,7 @@ def layer_windows(
 def proposed_tokens(config: Config) -> Any:
     """Return the number of drafts in a config.json of speculators; None: there is none.
 
-    The value is as it stands there.
+    The value is returned unchecked.
     """
     methods = nested(config, "speculators_config", "proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -196,11 +196,11 @@ def read_tensors(folder: Path, name: str) -> Weights:
 
 
 def _unpacked(weights: Weights) -> Weights:
-    """Return the weights with those unpacked that modelopt has packed as NVFP4.
+    """Return the weights, unpacking those that modelopt has packed as NVFP4.
 
     `weight`, uint8, holds two E2M1 numbers a byte, the low half first. `weight_scale`,
-    E4M3, holds one scale for 16 numbers, and `weight_scale_2` one scale for all. The
-    result has the dtype of the norms.
+    E4M3, holds one scale for every 16 numbers, and `weight_scale_2` holds one scale for
+    all. The result has the dtype of the norms.
     """
     whole = ".weight_scale_2"
     parts = [name.removesuffix(whole) for name in weights if name.endswith(whole)]
@@ -232,14 +232,14 @@ def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
 
 
 def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | None:
-    """Remove d2t and t2d from the weights, and return the target's ids of the logits.
+    """Remove d2t and t2d from the weights; return the target's id of each logit.
 
     The id of column i is i + d2t[i].
 
     Args:
         weights: the tensors.
         vocab: how many ids the target has.
-        drafter: its name, for messages.
+        drafter: the drafter's name, for messages.
 
     Raises:
         ModelFolderError: columns share an id, or the target lacks one.

@@ -55,8 +55,8 @@ def with_rotations(
 ) -> gemma4_text.ModelArgs:
     """Return arguments with the rotation of each kind of layers.
 
-    mlx-lm reads only `rope_parameters` with an entry for each kind. If the theta is
-    spelled in another way, mlx-lm takes a default.
+    mlx-lm reads only `rope_parameters` with an entry for each kind. If the theta stands
+    under another key, mlx-lm takes a default.
 
     Raises:
         ModelFolderError: a rotation is not understood.

@@ -27,7 +27,7 @@ _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (16, 32, 64, 128)
 class OwnEnds(NamedTuple):
     """Embedding and output layer that a head has of its own."""
 
-    # The target's ids of the columns of logits, uint32 [n]; None: all, in order
+    # The target's id for each column of logits, uint32 [n]; None: all ids, in order
     ids: mx.array | None = None
     output: int | None = None  # columns of its output layer; None: the target's is used
     embedding: int | None = None  # rows of its embedding; None: the target's is used
@@ -49,8 +49,8 @@ class JoinedHead(nn.Module):
         eps: the epsilon of the norm.
         width: the input size of `fc`, the sum over all layers that the head reads.
         ends: the embedding and output layer that the head has of its own.
-        gemma: the arguments of Gemma 4's layers, whose own embeddings are scaled and
-            own logits capped; None: it has other layers.
+        gemma: the arguments of Gemma 4's layers, with which the head scales its own
+            embeddings and caps its own logits; None: the head has other layers.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class JoinedHead(nn.Module):
 
     @property
     def ids(self) -> mx.array | None:
-        """The target's ids of the logits' columns, uint32 [n]; None: all, in order."""
+        """The target's id of each logit, uint32 [n]; None: all ids, in order."""
         return self._ids
 
     @property
@@ -83,7 +83,7 @@ class JoinedHead(nn.Module):
         return result
 
     def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
-        """Return embeddings [batch, positions, dim], by the target if need be."""
+        """Return embeddings [batch, positions, dim], the target's if need be."""
         if "embed_tokens" in self:
             result: mx.array = self.embed_tokens(tokens)
             if self._gemma is None:
@@ -104,7 +104,7 @@ class JoinedHead(nn.Module):
 def take_own_ends(
     weights: Weights, name: str, *, dim: int, target_dim: int, vocab: int
 ) -> OwnEnds:
-    """Return the ends that the weights contain; d2t and t2d are removed from these.
+    """Return the ends that the weights contain; remove d2t and t2d from the weights.
 
     Args:
         weights: the head's tensors.
@@ -184,7 +184,8 @@ def check_layers(
     """Check the layers of the target that a head reads, and return them.
 
     Raises:
-        ModelFolderError: the target lacks one, or `fc` reads another number of layers.
+        ModelFolderError: the target lacks a layer, or `fc` reads another number of
+            layers.
     """
     if min(layers) < lowest or max(layers) >= trunk:
         raise ModelFolderError(

@@ -8,7 +8,7 @@ A list in config.json, at its top or in a nested part, counts in one of two ways
 This module returns layers counted from 0; -1 stands for the embedding.
 
 If there is no list, the candidates are the usual layers of this kind of draft and of
-others.
+other kinds.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ class LayerList:
         """Return the layers, from 0.
 
         Args:
-            counts: the way in which the list counts; None: the usual way at its place.
+            counts: the way in which the list counts; None: the usual way for its key.
         """
         shift = 1 if (counts or self.counts) == "tuple" else 0
         return tuple(each - shift for each in self.ids)
@@ -98,7 +98,8 @@ def stated_list(config: Config, name: str) -> LayerList | None:
     """Return the list of layers in config.json; None: there is none.
 
     Raises:
-        ModelFolderError: it is no list of integers, or two lists contradict each other.
+        ModelFolderError: the value is no list of integers, or two lists contradict each
+            other.
     """
     first: LayerList | None = None
     # The nested part of a kind of draft comes first.

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from mlx_speculation.errors import ConventionError
 
 # By published measurements, heads that read the wrong token agree in up to 0.11 of the
-# places, and right ones in 0.48 on the hardest text; see `Score.above_chance`.
+# places, and heads that read the right one in 0.48 on the hardest text; see
+# `Score.above_chance`.
 LEAST_AGREEMENT = 0.15
 # With fewer places no score is above chance.
 FEWEST_PLACES = 16
@@ -159,7 +160,7 @@ def ranked(
     """Return the score of each candidate, the chosen one first.
 
     Raises:
-        ConventionError: the best one is not above chance.
+        ConventionError: the best candidate is not above chance.
     """
     trials = Trials(measure)
     best = trials.best(usual, others)

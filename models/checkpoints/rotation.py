@@ -8,8 +8,8 @@
 
 The keys are at the top, in the part with the sizes of the layers, or in both. A key may
 occur several times with equal values; null counts as missing. Values for all layers
-count for the kinds without an entry. They must not contradict those of full attention:
-files of Gemma repeat the theta of full attention in this way.
+apply to the kinds without an entry. They must not contradict the values of full
+attention: files of Gemma repeat the theta of full attention in this way.
 """
 
 import sys

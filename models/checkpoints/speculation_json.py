@@ -8,8 +8,8 @@
     convention    for an MTP head: some of hidden, recycled, order and norms
     draft_length  tokens to draft in a round, unless the caller says
 
-Other keys and repeated keys are refused, and so are paths that lead elsewhere, even
-through a link.
+Other keys and repeated keys are refused, and so are paths that lead elsewhere,
+including paths that do so through a link.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,7 +34,7 @@ class PairFile:
 
     file: Path  # the file itself
     draft: str  # "mtp", "lookup", or the draft's folder as it is written there
-    folder: Path | None = None  # the draft's folder; None: it is "mtp" or "lookup"
+    folder: Path | None = None  # the draft's folder; None: `draft` is "mtp" or "lookup"
     kind: str | None = None  # the kind of draft; None: not stated
     # The checked fields of a convention; None: not stated
     convention: Mapping[str, Any] | None = None
@@ -45,7 +45,7 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
     """Return the content of speculation.json in a target's folder; None: no such file.
 
     Raises:
-        ModelFolderError: it cannot be read, or has an unknown key or value.
+        ModelFolderError: the file cannot be read, or has an unknown key or value.
     """
     file = folder / NAME
     if not file.exists() and not file.is_symlink():

@@ -56,7 +56,8 @@ def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
     for sign, kind in _SIGNS.items():
         if any(name.startswith(sign) for name in present):
             return kind
-    # DSpark may have no tensors beyond DFlash's; a DFlash2 without its own is refused.
+    # DSpark may have no tensors beyond DFlash's; a DFlash2 without tensors of its own
+    # is refused.
     if present >= _BLOCKS and claimed not in ("dflash", "dflash2", "dspark"):
         return "dflash"
     return claimed

@@ -1,7 +1,7 @@
 """Operations for CPUs: faster ones in float32 on x86-64, and compiled drafts.
 
-Only `models.ops.dispatch` uses this package: without it all texts stay the same,
-and rounds take longer.
+Only `models.ops.dispatch` uses this package: without it all texts stay the same, but
+rounds take longer.
 """
 
 from mlx_speculation.models.cpu.registration import OPS

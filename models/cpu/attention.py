@@ -1,11 +1,11 @@
 """Attention in float32 on an x86-64 CPU, by products of BLAS.
 
 On such a CPU, mlx's own attention spends most of its time outside of the matrix
-products. Its softmax goes element by element (see `exponentials`), and it has one
-product for each head, although query heads that share keys can have one product
-together. Here the division by the softmax's sum comes after the product with the
-values, when a row has `value dim` numbers and not one for each key. Prompts of a draft
-model have many rows, which go block by block: the results of a block stay in the
+products. Its softmax goes element by element (see `exponentials`), and it computes one
+product for each head, although query heads that share keys can be computed in one
+product. Here the division by the softmax's sum comes after the product with the values,
+when a row has `value dim` numbers instead of one for each key. Prompts of a draft model
+have many rows, which are computed in blocks: the results of a block stay in the
 processor's caches, and with a causal mask a block omits keys that none of its rows see.
 """
 
@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_speculation.models.cpu.exp import exponentials
 
-# Blocks of 32 to 128 rows take the same time, of 256 up to a fifth more.
+# Blocks of 32 to 128 rows take the same time, blocks of 256 up to a fifth more.
 ROWS_AT_ONCE = 64
 _LOWEST = -3.4028234663852886e38  # of float32; mlx's score where a bool mask is False
 
@@ -31,7 +31,7 @@ def attention(
         values: float32 [batch, key heads, n, value dim].
         scale: of the products.
         mask: None, "causal", or an array of bool, or of float32 to add: [rows, n], or
-            with axes for batch and heads before these.
+            with axes for batch and heads before these two.
 
     Returns:
         float32 [batch, heads, rows, value dim].

@@ -2,20 +2,21 @@
 
 On a CPU the time of a small model's step depends on the number of operations, not on
 the size of its products. If mlx compiles a step of the demo draft, half of its 336
-operations remain, and Python builds none of them. For that, only arrays in a step may
-depend on the text. So keys and values are in buffers of whole steps of rows, a step
-writes them at an offset that is an array, and a mask hides the rows after the offset:
+operations remain, and Python builds none of them. Compiling requires that only arrays
+in a step depend on the text. So keys and values are in buffers of whole steps of rows,
+a step writes them at an offset that is an array, and a mask hides the rows after the
+offset:
 
     offset 300, 1 token     mlx-lm: 301 keys, no mask
                             here: 512 keys, bool mask [1, 512]
 
 The caches stay mlx-lm's own: a step gets their buffers and returns new ones, and their
-offsets are updated. The logits differ from mlx-lm's by rounding, so only drafts use
-them, which the target checks.
+offsets are updated. The logits differ from mlx-lm's by rounding, so they are used only
+for drafts, which the target checks.
 
-mlx compiles some twenty libraries with a C++ compiler. That takes 16 seconds on the
-first use on a machine, until its folder for temporary files is emptied, and then 20 ms
-in each process.
+mlx compiles some twenty libraries with a C++ compiler. That takes 16 seconds at the
+first use on a machine, and again after its folder for temporary files was emptied;
+otherwise it takes 20 ms in each process.
 """
 
 import shutil
@@ -30,7 +31,7 @@ from mlx_speculation.caches import whole_steps, with_room
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models.round_context import rows_of_a_round
 
-MOST_TOKENS = 2  # of a step; a round feeds the tokens that the draft's lane lacks
+MOST_TOKENS = 2  # in a step; a round feeds the tokens that the draft's lane lacks
 _SAMPLE = (3, 1, 2, 0)
 
 

@@ -1,7 +1,7 @@
 """Operations of `models/cpu`, as one `DeviceOps`.
 
-Attention serves only if mlx uses OpenBLAS, where rows differ from single rows by
-rounding anyway. Drafts can be compiled on any CPU.
+Attention is used only if mlx uses OpenBLAS, where rows of a block differ from rows fed
+alone by rounding anyway. Drafts can be compiled on any CPU.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from mlx_speculation.models.round_context import x86_serves
 
 
 def serves() -> bool:
-    """Return whether attention serves here; if so, compile it now."""
+    """Return whether attention is supported here; if so, compile it now."""
     if not x86_serves():
         return False
     exp.compile_here()

@@ -7,7 +7,8 @@ the host submits one by one. With S the state [Dv, Dk] of a head, each token com
     S' = g S      u = b (v - S' k)      S = S' + u k^T      y = S q
 
 The rows of S are independent, so a warp keeps one row in registers for all tokens, and
-its lanes share Dk. Sums are float32, and differ from the loop's by rounding.
+the warp's lanes divide Dk among themselves. Sums are float32, and differ from the
+loop's by rounding.
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-WARPS = 8  # of a block; each has a row of the state
+WARPS = 8  # of a block; each warp has a row of the state
 WIDEST = 512  # the largest Dk; a lane holds a 32nd of it
 
 _SOURCE = r"""
@@ -115,7 +116,7 @@ class Steps:
 
 
 def serves(q: mx.array, v: mx.array) -> bool:
-    """Return whether the kernel supports these dimensions."""
+    """Return whether the kernel supports the dimensions of q and v."""
     dim, heads, shared = q.shape[-1], v.shape[2], q.shape[2]
     return dim % 32 == 0 and dim <= WIDEST and heads % shared == 0
 

@@ -2,8 +2,8 @@
 
 mlx 0.32 compiles kernels of `mx.fast.cuda_kernel` anew in every process, with its own
 headers: 1.7 s a kernel on an H100. A `Kernel` here is compiled without headers (0.2 s)
-and kept in the cache folder. `mx.fast.precompiled_cuda_kernel` launches it, which
-passes scalars but no strides, so its inputs have to be contiguous.
+and kept in the cache folder. `mx.fast.precompiled_cuda_kernel` launches it. This
+function passes scalars but no strides, so the inputs have to be contiguous.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ class Kernel:
 
 
 def binary_of(source: str) -> bytes:
-    """Return the machine code of a source for this GPU, from the cache folder if kept.
+    """Return the machine code of a source for this GPU, if possible from the cache.
 
     Raises:
         RuntimeError: NVRTC is missing, or refuses the source.
@@ -139,7 +139,7 @@ def nvrtc() -> ctypes.CDLL:
     """Return the NVRTC that mlx has loaded.
 
     Raises:
-        RuntimeError: mlx has loaded none.
+        RuntimeError: mlx has not loaded NVRTC.
     """
     maps = Path("/proc/self/maps").read_text(errors="replace")
     files = {line.split()[-1] for line in maps.splitlines() if "libnvrtc.so" in line}

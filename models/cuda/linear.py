@@ -1,16 +1,17 @@
-"""Hooks by which linear layers use the kernels of `matmul` for few rows, in a round.
+"""Hooks with which linear layers in a round use the few-row kernels of `matmul`.
 
-A verify has at least two rows, and a batch's plain step one row for each text. In these
-forwards the linear layers of any model use the kernels: each layer's instance gets a
-class that does so (`models.instance_hooks`). Prompts, single rows, other dtypes, other
-quantizations and other devices keep mlx's products.
+A verify has at least two rows, and a batch's plain step has one row for each text. In
+these forwards the linear layers of any model use the kernels: each layer's instance
+gets a class that calls them (`models.instance_hooks`). Prompts, single rows, other
+dtypes, other quantizations and other devices keep mlx's products.
 
 Layers of one module whose names show that they have the same input, such as queries,
 keys and values, are multiplied together when the first of them is called. The others
 then take their results. A layer with another input computes its own product. If a
 result is not taken, the layers of its group are no longer multiplied together.
 
-Results differ from mlx's by rounding, as cuBLASLt's differ from those of single rows.
+Results differ from mlx's by rounding, just as cuBLASLt's results for several rows
+differ from those for single rows.
 """
 
 import functools
@@ -46,7 +47,7 @@ WeightOf = Callable[[Any, mx.array], Weight | None]
 
 
 def half_weight(layer: Any, x: mx.array) -> Weight | None:
-    """Return the weight for the kernel; None: mlx's own product serves better.
+    """Return the weight for the kernel; None: mlx's own product has to be used.
 
     Args:
         layer: a linear layer or an embedding.

@@ -1,12 +1,12 @@
 """Products of a few rows with a large weight on CUDA, in half precision.
 
 mlx 0.32 has a kernel for one row, and calls cuBLASLt for more. Each of these calls
-takes the host 20 to 40 microseconds, so a forward over 5 rows waits for the host. With
-4-bit weights, mlx reads them once for each row of 2 to 7. The kernels here read weights
-once and are submitted as fast as mlx's own.
+takes the host 20 to 40 microseconds, so a forward over 5 rows waits for the host. If
+weights have 4 bits and there are 2 to 7 rows, mlx reads the weights once for each row.
+The kernels here read weights once and are submitted as fast as mlx's own.
 
 In `mma.m16n8k16` (sums in float32), sixteen outputs are the rows of a matrix fragment,
-and eight rows of x its columns. The order of k is free, as long as it is the same for
+and eight rows of x are its columns. The order of k is free, if it is the same for
 weight and x, so a thread reads 16 adjacent bytes of k and uses them as two fragments.
 The warps of a block share k, and add their sums in shared memory. The result of a row
 does not depend on the other rows.
@@ -15,12 +15,13 @@ One kernel can multiply several layers with the same x; its blocks are divided a
 their weights. This is one operation to build and submit instead of three, and weights
 with few outputs leave no multiprocessor idle.
 
-Weights of 4 bits become half floats by their bits: 0x4300 | q is 128 + q in bfloat16,
-0x6400 | q is 1024 + q in float16. With sums over one group of k, and z = 128 or 1024,
+Weights of 4 bits become half floats by setting their bits: 0x4300 | q is 128 + q in
+bfloat16, 0x6400 | q is 1024 + q in float16. With sums over one group of k, and z = 128
+or 1024,
 
     y = s sum(q x) + b sum(x) = s sum((z + q) x) + (b - z s) sum(x)
 
-A fragment of ones makes sum(x) in the thread that needs it.
+A product with a fragment of ones gives sum(x) in the thread that needs it.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
 On CUDA, in half precision, cuDNN takes about 40 ms to plan attention for each new pair
 of row count and key count (`caches/types/padded_kv.py`). A draft model meets many
-pairs: prompts, and texts that it catches up with after a pause, have any length. With
-padding it meets few:
+pairs, since a prompt, or the text that it reads after a pause, may have any length.
+With padding it meets few:
 
     rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      see `row_size`
     keys     512 1,024 1,536 ... 4,096 4,608 ...             whole steps, or whole

@@ -44,7 +44,7 @@ def attend(
 
 
 def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
-    """Return the kernel for these shapes in a round on CUDA; None: no kernel serves."""
+    """Return the kernel for these shapes in a round on CUDA; None: there is none."""
     served = device_of_round() == "cuda" and kernels_compile()
     return gated_delta.run_steps if served and gated_delta.serves(q, v) else None
 

@@ -1,7 +1,7 @@
 """DFlash drafters: config.json, the module, loading.
 
 Later block drafters (`models.dflash2`, `models.dspark`) use parts of this package.
-The drafter that runs one is in `engine.drafters`. Other heads are not known here.
+`engine.drafters` has the drafter that runs such a head. Other heads are not known here.
 """
 
 from mlx_speculation.models.dflash.attention import (

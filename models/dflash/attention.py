@@ -44,7 +44,8 @@ class DFlashAttention(qwen3.Attention):
 
         Args:
             rows: the states.
-            offset: the position of the first row; an array has one for each text.
+            offset: the position of the first row; an array has one position for each
+                text.
         """
         keys = self.k_norm(by_head(self.k_proj(rows), self.n_kv_heads))
         values = by_head(self.v_proj(rows), self.n_kv_heads)

@@ -58,11 +58,11 @@ class DFlashSettings:
     pairs: bool = False  # whether rotation pairs neighbouring dimensions, not halves
     value_scale: float = 1.0  # a factor of the values
     gated: bool = False  # whether queries come with gates for the attention's output
-    plus_one: bool = False  # whether weights of norms are stored less one
+    plus_one: bool = False  # whether norm weights are stored minus one
 
     @property
     def depth(self) -> int:
-        """The most tokens that a block drafts."""
+        """The largest number of tokens that a block drafts."""
         return self.block if self.anchor == "samples" else self.block - 1
 
 
@@ -150,7 +150,7 @@ def _block_size(fields: Config, anchor: Anchor, name: str) -> int:
     """Return the rows of a block, the anchor included."""
     block = number(fields, "block_size", name)
     if fields.get("dspark_bonus_anchor") and anchor == "samples":
-        block -= 1  # it also counts the token after the block
+        block -= 1  # the stated size also counts the token after the block
     if block < (1 if anchor == "samples" else 2):
         raise ModelFolderError(
             f"config.json of the {name} says block_size {block}, and at least 2 are "
@@ -224,9 +224,9 @@ def layer_readings(
 def open_readings(config: Config) -> tuple[bool, bool]:
     """Return whether config.json leaves open how its list counts, and the anchor.
 
-    speculators itself reads its lists of layers one lower than other readers do.
-    Readers also differ in the anchor if `sample_from_anchor` is missing. A GGUF file
-    does not say how its list counts.
+    speculators itself takes the numbers in its lists as layers one lower than other
+    readers do. Readers also differ in the anchor if `sample_from_anchor` is missing. A
+    GGUF file does not say how its list counts.
     """
     fields = own_keys(config)
     speculators = config.get("speculators_model_type") is not None

@@ -49,8 +49,8 @@ class DFlashHead(JoinedHead):
 
     Args:
         settings: the settings of config.json.
-        width: how many numbers it reads at each position of the target.
-        ends: the embedding and output layer of its own.
+        width: how many numbers the drafter reads at each position of the target.
+        ends: the embedding and output layer that the drafter has of its own.
         layers: its decoder layers, with `run` and `self_attn.write`; DFlash's when
             omitted.
         gemma: see `JoinedHead`.
@@ -75,7 +75,7 @@ class DFlashHead(JoinedHead):
 
     @property
     def depth(self) -> int:
-        """The most drafts in a round."""
+        """The largest number of drafts in a round."""
         return self.settings.depth
 
     def new_caches(self) -> list[Any]:
@@ -193,7 +193,7 @@ class DFlash:
 
     def _embedded(self, block: mx.array) -> mx.array:
         """Return the embeddings of a block of ids [batch, rows]."""
-        # Scaled as for the target's first layer, which matters for Gemma.
+        # Scaled as for the target's first layer; the scale matters for Gemma.
         return self.head.embedded(block, self._target, scaled=True)
 
     def _logits(self, normed: mx.array) -> mx.array:

@@ -63,7 +63,7 @@ def load_dflash(
         anchor: the position that row j of a block predicts; that of config.json when
             omitted.
         starts: token ids of a few texts for a probe, which decides what config.json
-            leaves open; None: no probe, the usual reading is taken.
+            leaves open; None: no probe, and the usual reading.
 
     Returns:
         The drafter; on a Linux CPU in float32, dequantized where it was quantized.

@@ -1,4 +1,4 @@
-"""Probe of a block drafter: tries readings of its checkpoint, and keeps the best one.
+"""Probe of a block drafter: tries the readings of its checkpoint, and keeps the best.
 
 Some checkpoints do not say two things, and no tensor shows them: which layers of the
 target the drafter reads (see `checkpoints.layer_readings`), and whether row j of a

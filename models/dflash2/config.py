@@ -13,12 +13,12 @@ NAME = "DFlash2 drafter"
 class DFlash2Settings:
     """The config.json of a DFlash2 drafter."""
 
-    blocks: DFlashSettings  # the settings that DFlash has too
+    blocks: DFlashSettings  # the settings that DFlash also has
     taps: int  # rows that a convolution reads, its own included
     group: int  # neighbouring channels that share a delta of a convolution
     rank: int  # the rank of the selector
     top: int  # candidates for each draft
-    vocab: int | None  # ids from here on are no candidates; None: all ids are
+    vocab: int | None  # ids from here on are no candidates; None: no such limit
     softcap: float | None  # the cap of logits; None: no cap is applied here
     embedding_scale: float  # a factor of the embeddings, beside the target's own
     logit_scale: float  # a factor of the logits before the cap

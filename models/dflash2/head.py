@@ -8,9 +8,9 @@
     u = logits of norm(x), [drafts, vocab];  C = the best few ids of each draft
     score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p
 
-For the convolutions in and out see `BlockConvolution`; the context passes none of them.
-The first draft's p is the newest token. A score depends only on the token before, so no
-path through the candidates needs another forward.
+For the convolutions in and out see `BlockConvolution`; the context passes through none
+of them. The first draft's p is the newest token. A score depends only on the token
+before, so no path through the candidates needs another forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class BlockConvolution(nn.Module):
         conv(y)[i, c] = sum over t <= i of
                         (base[t, c] + delta[i, t, c // group]) * y[i - t, c]
 
-    Rows before the block count as 0. The same rows make `delta` of both.
+    Rows before the block count as 0. The same rows make `delta` for both convolutions.
 
     Args:
         dim: the number of channels.
@@ -87,7 +87,7 @@ class DFlash2Layer(DFlashLayer):
 
 
 class CandidateSelector(nn.Module):
-    """Scores of candidates by the state and the token before."""
+    """Scores of candidates, from the row's state and the previous token."""
 
     def __init__(self, vocab: int, rank: int, dim: int) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ class DFlash2Head(DFlashHead):
 
     Args:
         settings: the settings of config.json.
-        width: how many numbers it reads at each position of the target.
-        ends: the embedding and output layer of its own.
+        width: how many numbers the drafter reads at each position of the target.
+        ends: the embedding and output layer that the drafter has of its own.
         vocab: how many ids the selector knows.
 
     Attributes:

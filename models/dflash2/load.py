@@ -29,7 +29,7 @@ def load_dflash2(
 
     Raises:
         ModelFolderError: the drafter is of another kind or target, or not complete.
-        ConventionError: it scores no better than chance on any layers.
+        ConventionError: the drafter scores no better than chance on any layers.
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)

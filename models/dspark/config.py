@@ -36,7 +36,7 @@ class LogSnr:
 class DSparkSettings:
     """The settings of a DSpark drafter, from config.json."""
 
-    blocks: DFlashSettings  # the settings that DFlash has too
+    blocks: DFlashSettings  # the settings that DFlash also has
     rank: int  # the rank of the Markov head; 0: there is no such head
     markov: Markov  # the kind of the Markov head
     # The arguments of Gemma 4's layers for mlx-lm; None: the layers are Qwen 3's

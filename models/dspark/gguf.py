@@ -1,8 +1,8 @@
 """DSpark drafters in GGUF files (PrismML's), converted to the usual names.
 
 The files do not say whether their list of layers counts layers from 0, or entries of
-the tuple of hidden states, which begins with the embeddings. It is read as layers from
-0, and a probe may decide otherwise, see `open_readings` in `models.dflash`.
+the tuple of hidden states, which begins with the embeddings. The list is read as layers
+from 0, unless a probe decides otherwise; see `open_readings` in `models.dflash`.
 """
 
 from pathlib import Path

@@ -30,8 +30,8 @@ class DSparkHead(DFlashHead):
 
     Args:
         settings: the settings of config.json.
-        width: how many numbers it reads at each position of the target.
-        ends: the embedding and output layer of its own.
+        width: how many numbers the drafter reads at each position of the target.
+        ends: the embedding and output layer that the drafter has of its own.
         rows: how many token ids its Markov head knows.
         columns: the number of columns of its logits.
 

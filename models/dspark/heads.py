@@ -20,7 +20,7 @@ from mlx_speculation.models.dspark.config import Markov
 
 
 class MarkovHead(nn.Module):
-    """Makes biases of logits by the token before.
+    """Makes biases of logits from the previous token.
 
     Args:
         kind: the kind of head, see the module.
@@ -44,12 +44,13 @@ class MarkovHead(nn.Module):
     def bias(
         self, state: mx.array, token: mx.array, memory: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
-        """Return the bias of the logits, [1, columns], and the memory for the next.
+        """Return the bias of the logits, [1, columns], and the next memory.
 
         Args:
             state: the block's state, [1, dim].
-            token: the token before, [1].
-            memory: the memory returned for the draft before; None: this is the first.
+            token: the previous token, [1].
+            memory: the memory returned for the previous draft; None: this is the first
+                draft.
         """
         before: mx.array = self.markov_w1(token)
         if "gate_proj" in self:

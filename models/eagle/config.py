@@ -48,7 +48,7 @@ class Masks:
     """The mask of a P-EAGLE head, which stands for tokens that are not drafted yet."""
 
     token: int  # the token id of the mask
-    depth: int | None = None  # the most drafts of a round; None: any number
+    depth: int | None = None  # the largest number of drafts in a round; None: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,10 @@ class EagleSettings:
     projected: bool = True  # whether the target's states go through `fc`
     # The kind of the norms of queries and keys; None: no norms
     query_norms: QueryNorms | None = None
-    # mlx-lm's arguments of Gemma 4's layer; None: it is Llama's or Qwen 3's
+    # mlx-lm's arguments of Gemma 4's layer; None: the layer is Llama's or Qwen 3's
     gemma: gemma4_text.ModelArgs | None = None
-    # The sizes of latent attention (MLA), as in mlx-lm's Youtu-LLM; None: it has none
+    # The sizes of latent attention (MLA), as in mlx-lm's Youtu-LLM; None: the head has
+    # no MLA
     latents: dict[str, Any] | None = None
     mask: Masks | None = None  # for a P-EAGLE head
 
@@ -82,9 +83,9 @@ class EagleSettings:
 
 
 def is_peagle(config: Config) -> bool:
-    """Return whether a config.json says that it is that of a P-EAGLE head.
+    """Return whether a config.json states that its head is a P-EAGLE head.
 
-    Some do not say it: these are recognized by their tensors.
+    Some files do not state this: such heads are recognized by their tensors.
     """
     return (
         config.get("speculators_model_type") == "peagle"

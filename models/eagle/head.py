@@ -42,7 +42,7 @@ class EagleHead(JoinedHead):
     def __init__(
         self,
         settings: EagleSettings,  # the settings of config.json
-        features: int,  # how many layers of the target it reads
+        features: int,  # how many layers of the target the head reads
         ends: OwnEnds,  # the embedding and output layer of its own
         # The norms before `fc`: "each": one for each layer; "joined": one over all
         norms: frozenset[str] = frozenset(),
@@ -96,7 +96,7 @@ class EagleHead(JoinedHead):
     def run(
         self, embedded: mx.array, state: mx.array, caches: Sequence[Any]
     ) -> mx.array:
-        """Run positions that follow the caches'; both are [batch, positions, dim]."""
+        """Run positions after the caches'; both inputs are [batch, positions, dim]."""
         x: mx.array = self.midlayer.run(embedded, state, caches[0])
         for layer, cache in zip(self.later, caches[1:], strict=True):
             x = layer.run(x, cache)
@@ -116,7 +116,7 @@ class EagleHead(JoinedHead):
 class Eagle(HeadOnTarget):
     """A head on its target.
 
-    The input state at i is that of `states` at i, or the recycled one of i - 1.
+    The input state at i is the one of `states` at i, or the state recycled at i - 1.
 
     Args:
         head: the head.

@@ -4,7 +4,7 @@
     x = x + mlp(norm(x))
 
 Later layers are plain. Layers of Qwen 3 have norms of the queries and keys of each
-head, and some layers, as OLMo 2, have one norm over all heads together. Latent
+head; others, such as those of OLMo 2, have one norm over all heads together. Latent
 attention (DeepSeek's MLA) is Youtu-LLM's, whose cache holds whole keys and values.
 Layers of Gemma 4 also have norms after attention and after the MLP, and a scale.
 """

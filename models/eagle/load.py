@@ -66,7 +66,7 @@ def load_eagle_head(
         model: its target.
         kind: the kind of head.
         layer_ids: how the list of layers in config.json counts, see
-            `checkpoints.layer_readings`; None: as is usual at the list's place.
+            `checkpoints.layer_readings`; None: as is usual for the list's key.
         starts: token ids of a few texts for a probe of the layers, if `layer_ids` is
             None; None: no probe, the usual layers are read.
 

@@ -1,8 +1,8 @@
 """P-EAGLE: an EAGLE-3 head that drafts all tokens in one forward (arXiv 2602.01469).
 
 The first token is drafted at the position of the newest pair. For each further token a
-masked position follows. Its token is a mask, and in the place of the target's hidden
-states it has a trained state, which passes the same `fc`:
+masked position follows. It has a mask as its token and, in place of the target's hidden
+states, a trained state, which passes through the same `fc`:
 
     positions m .. n-1    pairs committed since the last draft; the last one gives d_1
     positions n, n+1      (fc(mask_hidden), mask) give d_2 and d_3
@@ -46,7 +46,7 @@ class PEagleHead(EagleHead):
 
     @property
     def depth(self) -> int | None:  # type: ignore[override]
-        """The most tokens that the head was trained to draft; None: any number."""
+        """Largest number of tokens that the head was trained to draft; None: any."""
         return self._mask.depth
 
     def masked(self, batch: int, count: int) -> tuple[mx.array, mx.array]:

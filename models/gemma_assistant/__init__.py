@@ -1,6 +1,7 @@
-"""Gemma 4 assistants: config.json, the module, loading, the target's KV they read.
+"""Gemma 4 assistants: config.json, the module, loading, keys and values to read.
 
-The drafter that runs one is in `engine.drafters`. Other heads are not known here.
+`engine.drafters` has the drafter that runs an assistant. Other heads are not known
+here.
 """
 
 from mlx_speculation.models.gemma_assistant.config import is_assistant

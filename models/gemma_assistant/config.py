@@ -21,7 +21,7 @@ MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 class Centroids:
     """Settings of an output layer that scores only the tokens of a few groups."""
 
-    groups: int  # the number of groups, which have equally many tokens
+    groups: int  # the number of groups; all have equally many tokens
     chosen: int  # the number of groups that are scored
 
 

@@ -1,8 +1,8 @@
 """A Gemma 4 assistant as a module, whose queries attend to a target's keys and values.
 
-A step reads the target's embedding of the newest token, and a state. For the first
-draft this is the target's state after the final norm, then the output of the step
-before. The assistant has no cache: all steps of a round have one position in the
+A step reads the target's embedding of the newest token, and a state. The state is the
+target's state after the final norm for the first draft, and then the output of the
+previous step. The assistant has no cache: all steps of a round have one position in the
 target's text, and see the same keys, those of committed positions.
 
 Tensors are named as on disk, without "model." in front.
@@ -43,7 +43,7 @@ class AssistantOutput(NamedTuple):
 
     state: mx.array  # the state for the next step, [batch, 1, target's dim]
     logits: mx.array  # for the next token, [batch, n]
-    # The tokens of the columns, uint32 [batch, n]; None: all, in order
+    # The token id of each column, uint32 [batch, n]; None: all ids, in order
     ids: mx.array | None
 
 
@@ -94,8 +94,8 @@ class Assistant(nn.Module):
                 [batch, 1, target's dim].
             state: [batch, 1, target's dim].
             read: the keys and values for each kind of layer.
-            position: the queries' position in the target's text; an array has one for
-                each text.
+            position: the queries' position in the target's text; an array has one
+                position for each text.
         """
         hidden = self.run(embedded, state, read, position)
         logits, ids = self.logits(hidden[:, 0])
@@ -128,7 +128,7 @@ def load_assistant(folder: str | Path) -> Assistant:
         The assistant; on a Linux CPU in float32, dequantized where it was quantized.
 
     Raises:
-        ModelFolderError: it is no assistant, or not complete.
+        ModelFolderError: the folder holds no assistant, or an incomplete one.
     """
     folder = Path(folder).expanduser()
     assistant = Assistant(read_assistant_settings(read_config(folder)))

@@ -1,11 +1,11 @@
 """Probe of the position that an assistant's queries were trained at.
 
 The queries are rotated for one position of the target's text, and the keys for their
-own, so the choice matters, and no tensor shows it. The target writes a short text, and
-the assistant guesses it with each choice:
+own positions. So the choice of this position matters, and no tensor shows it. The
+target writes a short text, and the assistant guesses it with each choice:
 
     "state"    the position of the target's state, the last one whose keys are seen
-    "token"    the position of the newest token, one further
+    "token"    the position of the newest token, which is the next one
 """
 
 from collections.abc import Sequence

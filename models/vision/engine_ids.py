@@ -19,7 +19,7 @@ from mlx_speculation.models.vision.image_prompt import SLOT, ImagePrompt
 
 
 def spread(prompt: ImagePrompt, placeholder: int, rows: int) -> ImagePrompt:
-    """Return a prompt with as many ids for an image as it has rows of embeddings.
+    """Return a prompt with as many ids for an image as the image has embedding rows.
 
     Args:
         prompt: has placeholders for one image; or one placeholder for each image or

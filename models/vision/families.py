@@ -26,14 +26,14 @@ class Family:
 
     Attributes:
         name: the family's package under mlx_vlm.models.
-        mrope: whether positions have three axes. Images advance them in another way
-            than text, and every call has to pass them.
+        mrope: whether positions have three axes. Images advance positions in another
+            way than text does, and every call has to pass the positions.
         axes_last: whether positions are [1, n, 3] instead of [3, 1, n].
         recurrent: whether some layers are recurrent, see `recurrent_slots`.
         one_pass: whether a config may let tokens of an image see later tokens of it.
             Then one forward has to hold all images of a prompt.
         quantizes: whether its attention was tested with quantized caches. mlx-lm cannot
-            quantize windows, so it is False for families with sliding layers.
+            quantize windows, so this is False for families with sliding layers.
         one_image: whether mlx-vlm reads at most one image in a prompt.
         slots: how a prompt marks the slots of images. "ids": a placeholder token for
             each slot; for the others see `engine_ids`.

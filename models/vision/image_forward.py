@@ -140,7 +140,7 @@ class ImageForward:
 
 
 def _images(prompt: ImagePrompt) -> int:
-    """Return the number of images of a prompt, for families that read a single one."""
+    """Return the number of images of a prompt, for families that read only one."""
     pixels = prompt.inputs.get("pixel_values")
     if isinstance(pixels, list):  # DeepSeek-OCR: crops of all images, and the images
         pixels = pixels[-1]

@@ -17,7 +17,7 @@ _LEAST_KEY = 1 << 62
 SLOT = -1
 # Outputs of a processor that are no tensors of images.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids")
-# A tensor of all images; a list with one for each image, if their shapes differ
+# A tensor of all images; a list with a tensor for each image, if their shapes differ
 # (Gemma 4); or a list of such lists, one for each prompt (MiniCPM).
 ImageTensor = mx.array | list[Any]
 
@@ -66,7 +66,7 @@ class ImagePrompt:
         """Return a prompt made of a processor's output, which includes `input_ids`.
 
         Raises:
-            InvalidRequestError: it has audio or video, or ids of another shape.
+            InvalidRequestError: the output has audio or video, or ids of another shape.
         """
         given = {n: v for n, v in inputs.items() if v is not None}
         other = {n for n in given if "audio" in n or "video" in n or "feature" in n}

@@ -96,7 +96,7 @@ def load_vision(
 
 
 def _check_library(path_or_repo: str | Path) -> None:
-    """Raise an error if mlx-vlm is missing, another one if the model is text-only."""
+    """Raise an error if mlx-vlm is missing, and another if the model is text-only."""
     if find_spec("mlx_vlm") is not None:
         return
     here = Path(path_or_repo).expanduser()
@@ -201,8 +201,8 @@ def usable(processor: Any, config: Any) -> Any:
     """Return a processor that works with transformers 5.24.
 
     In mlx-vlm 0.7.10 the processor of llava passes `padding`, which is meant for its
-    tokenizer, to its image processor too, which refuses it. Remove this function when
-    mlx-vlm no longer does so.
+    tokenizer, also to its image processor, and this refuses the keyword. Remove this
+    function when mlx-vlm no longer does so.
     """
     if getattr(config, "model_type", None) != "llava":
         return processor

@@ -1,8 +1,8 @@
 """mlx-lm's caches in place of mlx-vlm's, class by class.
 
 mlx-vlm has copies of mlx-lm's cache classes. Its models give the same results on
-mlx-lm's own, which this library can roll back. A class is replaced only if its source
-is the one that was compared with mlx-lm's. The list keeps its length and order.
+mlx-lm's classes, which this library can roll back. A class is replaced only if its
+source is the one that was compared with mlx-lm's. The list keeps its length and order.
 """
 
 from typing import Any

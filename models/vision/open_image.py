@@ -69,7 +69,7 @@ def data_of_url(url: str, limits: ImageLimits = USUAL_LIMITS) -> bytes:
     """Return the bytes of a data URL such as `data:image/png;base64,iVBOR...`.
 
     Raises:
-        InvalidRequestError: it is malformed, not base64, no image or too large.
+        InvalidRequestError: the URL is malformed, not base64, no image or too large.
     """
     head, comma, body = url.partition(",")
     kind, *more = head.removeprefix("data:").lower().split(";")

@@ -1,15 +1,15 @@
 """mlx-vlm's interface of recurrent caches, over mlx-lm's `ArraysCache`.
 
-mlx-lm's layers assign states to a cache, and mlx-vlm's pass it the operation that makes
-a state. `RecurrentSlots` runs the operation and writes to mlx-lm's class, which this
-library can roll back. In a round it also records the states after fewer rows, so that
-the round can keep a part of its rows:
+mlx-lm's layers assign states to a cache, but mlx-vlm's layers pass the cache an
+operation that makes a state. `RecurrentSlots` runs the operation and writes to mlx-lm's
+class, which this library can roll back. In a round it also records the states after
+fewer rows, so that only the first rows of the round can be kept:
 
     update_window     a short convolution: the state after n rows is a view of its input
     update_recurrent  a scan: the operation returns the state after each row
 
-Of a layer that assigns its states nothing is recorded. To keep a part of its rows, the
-model runs again.
+Nothing is recorded for a layer that assigns its states. If only the first rows are
+kept, the model then runs again.
 """
 
 from collections.abc import Callable
@@ -43,8 +43,8 @@ class SlotCall:
 class RecurrentSlots:
     """The states of one layer, as mlx-vlm's layers read and write them.
 
-    It is made anew for each forward, so that attributes set by a model do not outlive
-    the forward.
+    This object is made anew for each forward, so that attributes set by a model do not
+    outlive the forward.
 
     Args:
         cache: mlx-lm's cache, or the cache that a `Speculation` puts in its place.
@@ -79,9 +79,9 @@ class RecurrentSlots:
         Args:
             slot: the slot of the state.
             length: the number of rows.
-            update: takes the state and n, the number of first rows after each of which
-                it has to return the state; None: none of these. Returns the output, the
-                last state and, if asked, these states [batch, n, ...].
+            update: takes the state and n: it has to return the state after each of the
+                first n rows; None: no such states. Returns the output, the last state
+                and, if asked, these states [batch, n, ...].
         """
         steps = length - 1 if self._notes and length > 1 else None
         output, state, *rest = update(self._cache[slot], steps)

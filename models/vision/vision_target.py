@@ -1,8 +1,8 @@
 """A model of mlx-vlm as a target, with the interface of an mlx-lm model.
 
 For families with positions of several axes (M-RoPE), every call passes positions.
-Otherwise mlx-vlm would keep them on the model, and the next request would read those of
-the last one. A `VisionTarget` keeps no state of a request.
+Otherwise mlx-vlm would keep them on the model, and the next request would read the
+positions of the last one. A `VisionTarget` keeps no state of a request.
 """
 
 import importlib
@@ -50,7 +50,7 @@ class VisionTarget(nn.Module):
         self.processor = processor
         self.args = getattr(vlm.config, "text_config", None) or vlm.config
         seen = getattr(self.args, "use_bidirectional_attention", None)
-        # Whether tokens of an image see later tokens of it
+        # Whether tokens of an image see later tokens of the same image
         self.one_pass = bool(self.family.one_pass and seen)
         self.make_cache()  # refuses unknown kinds now
 
