@@ -109,7 +109,7 @@ def number(
     """Return a whole number of config.json.
 
     Raises:
-        ModelFolderError: it is missing without a default, or is no such number.
+        ModelFolderError: the number is missing and has no default, or is not allowed.
     """
     value = config.get(key)
     value = default if value is None else value

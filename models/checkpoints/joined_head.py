@@ -93,7 +93,7 @@ class JoinedHead(nn.Module):
         return rows.astype(self.dtype)
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return the logits of states after the norm, by the target if need be."""
+        """Return the logits of normed states, by the target's layer if need be."""
         if "lm_head" not in self:
             return target.head(normed)
         result: mx.array = self.lm_head(normed)

@@ -137,7 +137,7 @@ def read_layers(
     *,
     trunk: int,  # how many layers the target has
     features: Sequence[int],  # numbers of layers that `fc` may take; empty: unknown
-    # Called with (trunk, number of layers); returns lists, the most usual first
+    # Called with (trunk, number of layers); returns lists, the usual one first
     usual: Callable[[int, int], Iterable[Sequence[int]]],
     usual_count: int = 0,  # the usual number of layers, if `features` allows it
     counts: LayerIds | None = None,  # how the list counts; None: as usual at its place

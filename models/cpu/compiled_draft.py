@@ -116,7 +116,7 @@ class CompiledSteps:
 
         Args:
             tokens: [n], evaluated or not.
-            caches: caches of the model for which `serves` is true.
+            caches: caches of the model; `serves` has to be true for them.
 
         Returns:
             The logits [n, vocab], not evaluated.

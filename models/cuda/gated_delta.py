@@ -124,8 +124,8 @@ def serves(q: mx.array, v: mx.array) -> bool:
 def run_steps(
     q: mx.array,  # [batch, rows, key heads, Dk], scaled
     k: mx.array,  # the same shape, normalized
-    # [batch, rows, heads, Dv]; with ratio = heads / key heads, key head h serves the
-    # `ratio` heads from h * ratio on
+    # [batch, rows, heads, Dv]; with ratio = heads / key heads, key head h belongs to
+    # the `ratio` heads from h * ratio on
     v: mx.array,
     # Decays in [0, 1], [batch, rows, heads], or [batch, rows, heads, Dk]
     g: mx.array,

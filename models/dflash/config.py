@@ -3,7 +3,7 @@
 A drafter that reads the last layer of the target reads the output of the final norm
 (for the layers see `checkpoints.layer_readings`).
 
-Row 0 of a block is its anchor, the token before the drafted ones. Two readings of the
+Row 0 of a block is its anchor, the token before the drafted tokens. Two readings of the
 rows are in use:
 
     given      row j predicts the token at its own position; row 0 predicts nothing
@@ -54,7 +54,7 @@ class DFlashSettings:
     causal: tuple[bool, ...]
     rotations: tuple[Rotation, ...]  # the rotary embedding of each layer
     anchor: Anchor = "given"
-    partial: bool = False  # whether to honour a share of rotated dimensions
+    partial: bool = False  # whether to apply a share of rotated dimensions
     pairs: bool = False  # whether rotation pairs neighbouring dimensions, not halves
     value_scale: float = 1.0  # a factor of the values
     gated: bool = False  # whether queries come with gates for the attention's output

@@ -9,8 +9,8 @@
     score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p
 
 For the convolutions in and out see `BlockConvolution`; the context passes through none
-of them. The first draft's p is the newest token. A score depends only on the token
-before, so no path through the candidates needs another forward.
+of them. The first draft's p is the newest token. A score depends only on the previous
+token, so no path through the candidates needs another forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,7 +100,7 @@ class CandidateSelector(nn.Module):
 
         Args:
             state: the normed state of the draft's row, [texts, dim].
-            token: the token before, [texts].
+            token: the previous token, [texts].
             ids: the ids of the candidates, uint32 [texts, candidates].
         """
         mixed = self.predecessor_codebook[token] * self.hidden_projection(state)

@@ -1,6 +1,7 @@
 """The Markov head of a DSpark drafter: a bias by which each draft changes the next.
 
-With e = W1[the token before], g the block's state, and W2 from the rank to the logits:
+With e = W1[the previous token], g the block's state, and W2 from the rank to the
+logits:
 
     vanilla   W2 e
     gated     W2 (sigmoid(G [g | e] + b) * e)

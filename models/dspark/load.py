@@ -2,8 +2,8 @@
 
 The tensors show the drafter's own embedding and output layer, and the kind of the
 Markov head. A probe decides what config.json leaves open, see `models.dflash`. A
-confidence head is not loaded: reading it in each round costs about as much as cutting
-drafts by it gains.
+confidence head is not loaded: reading it in each round costs about as much time as
+shortening the drafts by it saves.
 """
 
 from collections.abc import Sequence

@@ -103,7 +103,7 @@ class EagleHead(JoinedHead):
         return x
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return the logits of states after the norm, by the target if need be."""
+        """Return the logits of normed states, by the target's layer if need be."""
         result, scale = super().logits(normed, target), self._settings.logit_scale
         return result if scale == 1 else result * scale
 

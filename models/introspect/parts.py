@@ -4,11 +4,11 @@ Parts are found by the calls of one forward (`trace`), not by their names, so th
 models in wrappers and future families are covered:
 
     layers       `model.layers`. Each is called once, in order, with the result of the
-                 layer before it; the final norm is called with that of the last
+                 layer before it; the final norm is called with the last result
     norm         the last call, after the layers, of a module whose parameters are
                  vectors of the hidden size. A module around it returns its result, or
-                 the head is called with it. If there is none: what the trunk does
-                 after the last layer, such as a norm without weights
+                 the head is called with it. Without such a call: the operations of
+                 the trunk after the last layer, such as a norm without weights
     trunk        the outermost module, except the model, that returns the result of the
                  final norm (without such a norm: the module that runs the layers). All
                  later operations are the head

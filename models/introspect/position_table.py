@@ -59,7 +59,7 @@ def check_positions(fed: int, seen: int, positions: int | None) -> None:
 
 
 def position_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield the tables of positions, each with its hook."""
+    """Yield the position tables, each with its hook."""
     for table in _tables(model, anew=True):
         yield table.module, Hook(_RANK, _bounded)
 

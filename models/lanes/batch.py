@@ -15,10 +15,10 @@ a round of several positions is rounded up to one of a few sizes. Spare places t
 copies of the first row, or rows of requests that have left. They are fed the tokens of
 the first row, and keep as many positions as that row. Their logits are not read.
 
-    rows a b c d e f g h, a round of 3     shown a b c d e f g h     [8, 3]
-    c leaves                               shown a b . d e f g h     [8, 3]
-    f and h leave                          shown a b d e g a         [6, 3]
-    i joins                                shown a b d e g i         [6, 3]
+    rows a b c d e f g h, a round of 3     fed   a b c d e f g h     [8, 3]
+    c leaves                               fed   a b . d e f g h     [8, 3]
+    f and h leave                          fed   a b d e g a         [6, 3]
+    i joins                                fed   a b d e g i         [6, 3]
 
 Caches treat a spare place like any other row. The row of a request that has left is
 overwritten when the number of fed rows changes, or when this row is longer than all
@@ -75,12 +75,12 @@ class BatchLane(RequestLane):
         self.stand: list[int] = []
         self.members: list[Any] = []
         self.key_steps = takes_key_steps(model)
-        self._met: set[tuple[int, ...]] = set()  # places, positions, columns shown
+        self._met: set[tuple[int, ...]] = set()  # places, positions, columns
         self._fresh = False
         self._sizes = sizes or RowSizes()
         self._in_sizes = False
         self._slack = False  # whether the lanes have `SlidingKVCache`s
-        self._wide = False  # whether the last round was of several positions
+        self._wide = False  # whether the last round had several positions
 
     @property
     def size(self) -> int | None:

@@ -180,7 +180,7 @@ def keep_path(lane_round: LaneRound, rows: Sequence[int], *, shown: bool) -> Non
     Args:
         lane_round: a round that has fed a tree, in one forward.
         rows: the indexes of the rows to keep, from 0.
-        shown: whether the round has hidden states, whose rows are then moved too.
+        shown: whether the round has hidden states; their rows are then moved too.
     """
     lane_round.speculation.move(rows)
     if shown and [*rows] != [*range(len(rows))]:

@@ -77,8 +77,8 @@ class Chunk:
 def run_chunk(
     q: mx.array,  # [batch, rows, key heads, Dk], scaled
     k: mx.array,  # the same shape, normalized
-    # [batch, rows, value heads, Dv]; key head h serves the value heads from h * ratio
-    # on, where ratio is value heads / key heads
+    # [batch, rows, value heads, Dv]; key head h belongs to the `ratio` value heads from
+    # h * ratio on, where ratio is value heads / key heads
     v: mx.array,
     g: mx.array,  # decays in [0, 1], [batch, rows, value heads]
     beta: mx.array,  # [batch, rows, value heads]

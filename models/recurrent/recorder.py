@@ -6,7 +6,7 @@ caches of a `Speculation` record calls. Nothing is stored on the model, so gener
 and threads do not affect each other. Parameter paths, `isinstance` and logits stay the
 same.
 
-For the mixers in `mixers.MIXERS`, replay was shown to equal plain decoding
+For the mixers in `mixers.MIXERS`, tests show that replay equals plain decoding
 (tests/models). There are three cases:
 
     notes complete       the state follows from the notes; no weights are read
