@@ -40,7 +40,7 @@ def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
         words: other valid values, one of which the error suggests if it is similar.
 
     Raises:
-        ModelFolderError: says what was found and what a model folder holds.
+        ModelFolderError: the error says what was found and what a model folder holds.
     """
     path = Path(path_or_repo).expanduser()
     if not is_there(path):

@@ -143,7 +143,7 @@ def plain_step(positions: int) -> Iterator[None]:
 def fixed_shape_forward(rows: int) -> Iterator[None]:
     """Inside the block, this thread builds a forward of exact mode.
 
-    Plain steps, rounds and prompts all use mlx's own operations, not those for one
+    Plain steps, rounds and prompts all use mlx's own operations, not operations for one
     device, and the same formulas for any number of rows that are no padding.
 
     Args:

@@ -162,7 +162,7 @@ def whole_numbers(value: Any, key: str, name: str) -> list[int]:
     """Return a value of config.json that has to be a list of whole numbers, not empty.
 
     Raises:
-        ModelFolderError: it is something else.
+        ModelFolderError: the value is something else.
     """
     if not isinstance(value, list) or not value or {type(n) for n in value} != {int}:
         raise ModelFolderError(

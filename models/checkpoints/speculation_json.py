@@ -33,7 +33,7 @@ class PairFile:
     """Contents of speculation.json."""
 
     file: Path  # the file itself
-    draft: str  # "mtp", "lookup", or the draft's folder as it is written there
+    draft: str  # "mtp", "lookup", or the draft's folder as the file has it
     folder: Path | None = None  # the draft's folder; None: `draft` is "mtp" or "lookup"
     kind: str | None = None  # the kind of draft; None: not stated
     # The checked fields of a convention; None: not stated

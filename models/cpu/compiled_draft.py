@@ -150,8 +150,8 @@ def compiled_steps(model: nn.Module) -> CompiledSteps:
     """Return the compiled forward of a draft model, compiled and tried.
 
     Raises:
-        UnsupportedModelError: it cannot be compiled here, or has other logits than the
-            model.
+        UnsupportedModelError: the forward cannot be compiled here, or has other logits
+            than the model.
     """
     kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
     if mx.default_device().type != mx.DeviceType.cpu:

@@ -40,7 +40,7 @@ def attention(
         values: [batch, key heads, n, value dim].
         scale: the factor of the scores.
         mask: None; "causal"; or bool [rows, n], perhaps with axes for batch and heads
-            before these.
+            before these two.
 
     Returns:
         [batch, heads, rows, value dim].

@@ -142,7 +142,7 @@ class DFlash:
         """Return the normed states of the rows that predict the drafts after a token.
 
         Args:
-            context: the context of those positions before the token that are not in the
+            context: the context of the positions before the token that are not in the
                 caches yet, at least one; [batch, positions, dim].
             token: the newest token, [batch, 1].
             caches: the context and then the whole block are written to them.

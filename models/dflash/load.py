@@ -155,7 +155,7 @@ def build(
 
 
 def _with_ones(weights: Weights) -> Weights:
-    """Return the weights with one added to those of norms."""
+    """Return the weights, with 1 added to the weights of norms."""
     return {
         name: (value + 1).astype(value.dtype)
         if value.ndim == 1 and "norm" in name

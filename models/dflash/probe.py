@@ -28,7 +28,7 @@ class Reading(NamedTuple):
     anchor: Anchor  # the position that row j of a block predicts
 
 
-# Makes a drafter on its target, which reads these layers
+# Makes a drafter that reads these layers of its target
 OnTarget = Callable[[DFlashHead, HiddenStates, Layers], DFlash]
 
 

@@ -3,7 +3,7 @@
     a = norm(x)
     x = x + out(attention(in(a)))     a makes the kernels of in and out
     b = norm(x)
-    x = x + out(mlp(in(b)))           b makes those of this in and out
+    x = x + out(mlp(in(b)))           b makes the kernels of these two
 
     u = logits of norm(x), [drafts, vocab];  C = the best few ids of each draft
     score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p

@@ -43,7 +43,8 @@ def read_assistant_settings(config: Config) -> AssistantSettings:
     """Read config.json.
 
     Raises:
-        ModelFolderError: it is of another kind of model, or has unsupported values.
+        ModelFolderError: the file is of another kind of model, or has unsupported
+            values.
     """
     if not is_assistant(config):
         raise ModelFolderError(

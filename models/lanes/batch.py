@@ -192,7 +192,7 @@ class BatchLane(RequestLane):
             for cache in self.caches:
                 cache.filter(indices)
             # Evaluated apart from the next forward, which would otherwise need new CUDA
-            # graphs, and those take five times as long.
+            # graphs, and new graphs take five times as long.
             mx.async_eval(states(self.caches))
         self.places = places
         self.stand = list(range(len(live)))

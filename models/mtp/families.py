@@ -40,7 +40,7 @@ _DEEPSEEK_NAMES: Rules = {
     **_WHOLE_BLOCK,
 }
 
-# GLM's names, with those ("mtp.{k}.") that MTPLX gives a head in the target's folder.
+# GLM's names, and the names ("mtp.{k}.") that MTPLX gives a head in a target's folder.
 _GLM_NAMES: Rules = {
     **_DEEPSEEK_NAMES,
     **_parts("mtp.{k}.", **_NAMES, final="norm"),

@@ -37,8 +37,8 @@ def compiled_steps(model: nn.Module) -> CompiledForward:
     """Return the compiled forward of a draft model, compiled and tried.
 
     Raises:
-        UnsupportedModelError: it cannot be compiled here, or has other logits than the
-            model.
+        UnsupportedModelError: the forward cannot be compiled here, or has other logits
+            than the model.
     """
     for room in ROOMS:
         if room.compile_draft is not None:
