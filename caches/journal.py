@@ -8,7 +8,7 @@ text; `Speculation` keeps the journals of all layers in step.
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-Keep = int | Sequence[int]  # one number for all rows of the batch, or one for each
+Keep = int | Sequence[int]  # one number for all rows of the batch, or one per row
 
 
 @runtime_checkable
@@ -36,7 +36,7 @@ class Journal(Protocol):
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that may keep different numbers; None: an empty batch."""
+        """Number of rows that may keep unequal counts; None: an empty batch."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class Journal(Protocol):
         ...
 
     def commit(self, keep: Any) -> None:
-        """Keep the first `keep` written positions, at least 1. Needs `prepare` before.
+        """Keep the first `keep` written positions, at least 1; call `prepare` before.
 
         For a batch, `keep` may be a sequence with a number for each row.
         """

@@ -2,7 +2,7 @@
 
 commit(3)            every row keeps 3
 commit([3, 0, 5])    rows 0, 1 and 2 of a batch keep 3, 0 and 5
-commit([3, 3, 3])    for a batch of 3 rows, the same as commit(3), and as cheap
+commit([3, 3, 3])    for a batch of 3 rows, the same as commit(3), at the same cost
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def shown(keep: int | tuple[int, ...]) -> int | list[int]:
 def per_row(
     keep: int | tuple[int, ...], journals: Sequence[Journal]
 ) -> int | tuple[int, ...]:
-    """Return one number if all rows keep the same number, else the number of each."""
+    """Return one number if all rows keep the same number, else one per row."""
     if isinstance(keep, int):
         return keep
     for place, journal in enumerate(journals):
@@ -50,7 +50,7 @@ def per_row(
 
 
 def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
-    """Refuse a number below 0 or above `written`; None: that number is unknown."""
+    """Refuse a number below 0 or above `written`; `written` None: it is unknown."""
     each = (keep,) if isinstance(keep, int) else keep
     for row, number in enumerate(each):
         if number < 0 or (written is not None and number > written):
@@ -64,7 +64,7 @@ def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
 def check_written(
     keep: int | tuple[int, ...], each: Sequence[int | None], *, whole: bool
 ) -> int | None:
-    """Check `keep` against the positions that each layer wrote; return their number.
+    """Check `keep` against each layer's written positions; return how many there are.
 
     Args:
         keep: one number, or one for each row.

@@ -2,7 +2,7 @@
 
 After every forward, mlx-lm replaces each quantizable cache of at least `start`
 positions by a quantized copy. Each token of a round must see the same keys as in plain
-decoding, so no round may cross that point:
+decoding, so no round may write rows on both sides of position `start`:
 
     start = 8, the caches hold 5      rows 5, 6 and 7 see plain keys: feed at most 3
     the caches hold 8                 replaced; every later row sees quantized keys
@@ -28,7 +28,7 @@ class KVQuantization:
 
     bits: int  # per number
     group_size: int = 64  # numbers that share a scale, along the last axis
-    start: int = 0  # a cache is quantized once it holds so many positions
+    start: int = 0  # a cache is quantized once it holds this many positions
 
     def room(self, caches: Sequence[Any]) -> int | None:
         """Return how many rows the next forward may write; None: any number."""
@@ -40,7 +40,7 @@ class KVQuantization:
         return self.start - max(offsets) if offsets else None
 
     def replace(self, caches: list[Any]) -> Replaced:
-        """Quantize the caches that hold enough; return their places and old objects."""
+        """Quantize caches of at least `start` positions; return places, old objects."""
         before = list(caches)
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
         places = range(len(before))

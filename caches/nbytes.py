@@ -1,8 +1,8 @@
 """The arrays that caches, journals and drafters hold, and their bytes.
 
 The bytes are those of whole arrays, free rows included. An array that occurs twice
-counts once. A lazy array counts with the bytes that it will have. The weights of models
-do not count.
+counts once. A lazy array counts as the bytes that it will have when it is evaluated.
+The weights of models do not count.
 """
 
 from collections.abc import Sequence

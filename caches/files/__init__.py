@@ -6,8 +6,8 @@
     kinds          the cache classes of files; `field_checks` checks each
     safetensors_*  the file itself
 
-A reader trusts no file: it checks sizes, offsets, dtypes and the relations between
-fields before it builds a cache, and loads a file as a whole or refuses it.
+The reader trusts no file. It checks sizes, offsets, dtypes and the relations between
+fields before it builds a cache. A file is loaded completely or refused.
 """
 
 from mlx_speculation.caches.files.load import LoadedCaches, load_caches

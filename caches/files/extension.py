@@ -8,7 +8,7 @@ mlx-lm treats these entries as user metadata, and ignores them. Their keys begin
 | version | the version of this extension, "1" |
 | description | JSON: rows of tokens, number of the target's caches, |
 | | draft_seen, window sizes of `LayerCache`s by place |
-| digest | SHA-256 of the header without itself, and of the data |
+| digest | SHA-256 of the header without this entry, and of the data |
 """
 
 import json
@@ -46,7 +46,7 @@ class Description:
 
 
 def described(user: Mapping[str, str]) -> Description | None:
-    """Return the description in the user metadata; None: mlx-lm wrote the file."""
+    """Return the description from the user metadata; None: mlx-lm wrote the file."""
     ours = {key for key in user if key.startswith(PREFIX)}
     if not ours:
         return None
@@ -104,7 +104,7 @@ def check_digest(result: str, user: Mapping[str, str]) -> None:
 
 
 def check_seen(seen: Sequence[int], counts: Sequence[int]) -> None:
-    """Require one number for each row of tokens, at most their count."""
+    """Require one number for each row, at most the row's number of tokens."""
     need(
         len(seen) == len(counts)
         and all(0 <= have <= count for have, count in zip(seen, counts, strict=True)),

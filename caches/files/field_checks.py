@@ -1,8 +1,8 @@
 """Checks of the fields of one cache against each other.
 
-Each function gets a cache whose numbers are not negative. It returns the number of its
-rows in use, to which keys and values can be cut, or None for fields that no mlx-lm
-cache can have:
+Each function gets a cache whose numbers are not negative. It returns the number of rows
+in use, to which the caller can cut keys and values. It returns None if no mlx-lm cache
+can have such fields:
 
 | kind | conditions, with R rows in keys and values |
 |---|---|
@@ -31,7 +31,7 @@ MISFIT = -1  # instead of a number of rows
 
 
 def _is_float(array: Any, ndim: int) -> bool:
-    """Return whether it is an array of floats, with rows on the last axis but one."""
+    """Return whether `array` has floats and `ndim` axes, with rows on axis -2."""
     fits = isinstance(array, mx.array) and array.ndim == ndim
     return fits and array.dtype in FLOATS and 0 not in array.shape[: ndim - 2]
 
@@ -46,7 +46,7 @@ def _rows(cache: Any) -> int:
 
 
 def _integers(array: Any) -> list[int]:
-    """Return one integer for each row of a batch; none if they are no such array."""
+    """Return the integers of an array [rows]; an empty list for any other value."""
     fits = isinstance(array, mx.array) and array.ndim == 1 and array.dtype in INTEGERS
     values: list[int] = array.tolist() if fits else []
     return values if max(map(abs, values), default=0) <= MAX_COUNT else []
@@ -127,7 +127,7 @@ def arrays(cache: Any) -> int | None:
 
 
 def _of_batch(cache: Any) -> list[tuple[int, int]]:
-    """Return offset and left padding of each row; none if the fields do not fit."""
+    """Return each row's offset and left padding; an empty list if fields do not fit."""
     offsets, padding = _integers(cache.offset), _integers(cache.left_padding)
     if _rows(cache) == MISFIT:
         return []
@@ -181,7 +181,7 @@ def layer(cache: Any) -> int | None:
 
 
 def _groups_fit(offset: int, rows: dict[str, int]) -> bool:
-    """Return whether `offset` is closed groups of one size, and fewer pending rows."""
+    """Return whether closed groups of one size and the pending rows fill `offset`."""
     groups, pending = rows.get("compress_kv"), rows.get("pending_kv")
     if pending != rows.get("pending_gate") or rows.get("index_k") not in (None, groups):
         return False

@@ -25,7 +25,7 @@ def check_like(
     Args:
         saved: the caches of the file; None: it has none.
         like: the live caches; None: do not check.
-        whose: their owner, for errors.
+        whose: the owner of the caches, for errors.
         cast: convert floating point arrays of the file to the dtypes of `like`.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Loading files of caches. A file is loaded as a whole, or refused.
+"""Loading files of caches. A file is loaded completely or refused.
 
     saved = load_caches("chat.safetensors", like=make_prompt_cache(model))
 
 The file's fields are checked against each other, against its tokens and against the
-given caches. Files of `save_caches` have a
-digest; in files of mlx-lm, changed numbers inside of keys or values are not noticed.
+given caches. Files of `save_caches` have a digest. Files of mlx-lm have none, so
+changed numbers inside keys or values are not noticed there.
 """
 
 import os
@@ -64,14 +64,15 @@ def load_caches(
             and dtypes of the arrays in `like`. None: no check.
         draft_like: likewise for the drafter. If mlx-lm saved the file, it has one list
             for both, which is cut after `len(like)`.
-        cast: convert floats to the dtypes of `like`, as far as these caches hold
-            arrays: the model may have been loaded in another dtype since.
+        cast: convert floats to the dtypes of the arrays in `like`, since the model may
+            now be loaded in another dtype. A cache without arrays in `like` changes
+            nothing.
 
     Raises:
         CacheFileError: the file is missing, damaged, no cache file, of another version,
             or does not match.
         UnsupportedCacheError: `like` has a cache of an unknown kind.
-        InvalidRequestError: `draft_like` without `like`.
+        InvalidRequestError: `draft_like` is given without `like`.
     """
     if like is None and draft_like is not None:
         raise InvalidRequestError("draft_like is given and like is not. Pass both.")
@@ -124,7 +125,7 @@ def _checked(
 
     Args:
         caches: the unchecked caches of the file.
-        said: its description; None: mlx-lm wrote it.
+        said: the file's description; None: mlx-lm wrote the file.
         cut: without a description, the number of the target's caches; None: all.
         user: the user's metadata, with the description.
         layout: the name of its layout.

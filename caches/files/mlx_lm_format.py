@@ -8,10 +8,10 @@
            1.KEY the user's, 2.I class names
 
 The layouts have no place for tokens; `extension` puts them into the user's metadata. If
-the window of a `LayerCache` is not full, its size is not in `state`, and comes from the
-extension or from `like`. In the 0.31 layout, offsets are computed from the keys. A
-`ChunkedKVCache` past its first chunk is refused there, since its offset is missing, and
-an `ArraysCache` comes without lengths and left_padding.
+the window of a `LayerCache` is not full, `state` lacks the window's size, which comes
+from the extension or from `like`. The 0.31 layout has no offsets: they are computed
+from the keys. A `ChunkedKVCache` past its first chunk is refused there, and an
+`ArraysCache` is loaded without lengths and left_padding.
 """
 
 import re
@@ -127,13 +127,13 @@ def window_sizes_of(caches: Sequence[Any]) -> dict[str, int]:
 
 
 def _part(texts: dict[str, str], first: str) -> dict[str, Any]:
-    """Return the texts below a first step of their names."""
+    """Return the texts whose names begin with `first`, by the rest of the name."""
     parts = {key.partition(".")[::2]: text for key, text in texts.items()}
     return {rest: text for (step, rest), text in parts.items() if step == first}
 
 
 def _tree(named: dict[str, Any]) -> Any:
-    """Return values with names such as `0.1.2` as nested lists; refuse gaps."""
+    """Return the values, named like `0.1.2`, as nested lists; refuse gaps."""
     for name in named:
         need(
             _PATH.fullmatch(name) is not None and len(name) < 100,
@@ -223,7 +223,7 @@ def _cache32(name: Any, state: Any, place: str, sizes: dict[str, int]) -> Any:
 
 
 def _complete_layer(fields: dict[str, Any], place: str, size: int) -> None:
-    """Make a number of the offset, and add the missing window size."""
+    """Convert the offset to a number, and add the missing window size."""
     offset, window = fields["offset"], fields["window"]
     scalar = isinstance(offset, mx.array) and offset.ndim == 0
     need(

@@ -7,7 +7,7 @@ A file is an 8-byte length, a JSON header and the data:
 
 The reader checks the whole header before it makes an array: the tensors have to tile
 the data from its first byte to the end of the file. So no array is larger than the
-file. Arrays are read as unsigned integers of their width, so every bit pattern is kept.
+file. An array is read as unsigned integers of the same width, which keeps all bits.
 This module knows nothing about caches. It raises `FlawError` for every flaw.
 """
 
@@ -201,7 +201,7 @@ def _check_tiles(ordered: list[tuple[str, Tensor]], size: int) -> None:
 
 
 def read_arrays(file: BinaryIO, header: Header, digest: Any = None) -> dict[str, Any]:
-    """Read every tensor, evaluated, after `read_header`; add the data to `digest`."""
+    """Read and evaluate every tensor, after `read_header`; add the data to `digest`."""
     arrays = {}
     for name, tensor in header.tensors.items():
         data = _read(file, tensor.stop - tensor.start)

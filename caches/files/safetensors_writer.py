@@ -40,8 +40,8 @@ def write(
         path: the file.
         arrays: the arrays by name.
         metadata: the other metadata.
-        key: key of the digest, which is then an HMAC; a new file is then readable only
-            by its owner. None: the digest is a SHA-256.
+        key: makes the digest an HMAC with this key, and a new file readable only by its
+            owner. None: the digest is a SHA-256.
     """
     header = Header(_tiled(arrays), metadata)
     target = Path(path)
@@ -108,7 +108,7 @@ def _bytes(array: mx.array) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the rename to the disk. Some file systems cannot; that is ignored."""
+    """Sync the rename to the disk. Errors of file systems that cannot are ignored."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:

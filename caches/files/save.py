@@ -4,8 +4,8 @@
     saved = load_caches("chat.safetensors")        # saved.caches, saved.tokens, ...
 
 The file has mlx-lm's layout: one list with the caches of the target and the drafter.
-Its metadata holds the tokens of the caches. Saving makes the same checks as loading,
-before it writes the file. The file is written completely or not at all.
+Its metadata holds the tokens of the caches. Before it writes the file, saving makes the
+same checks as loading. The file is written completely or not at all.
 
 Saving reads every array on the host and computes its SHA-256.
 """
@@ -49,8 +49,8 @@ def save_caches(
             each row.
         draft_caches: caches of the drafter; None: there are none.
         draft_seen: how many of the tokens the drafter's caches hold; for a batch, one
-            number for each row. None: the offset of these caches, or all tokens if no
-            cache has one.
+            number for each row. None: the offset of the drafter's caches, or all tokens
+            if none of them has an offset.
         metadata: texts that loading returns in `LoadedCaches.metadata`; None: none.
 
     Raises:

@@ -5,13 +5,13 @@ so the live cache keeps references to the old states, at no cost. The copy also 
 the inputs of the mixers. To get the state after an accepted prefix, the mixers run
 again from the old state over the prefix of their recorded inputs; the result is lazy.
 Full acceptance replays nothing, and neither does a prefix that ends between two
-forwards. If the rows of a batch keep different numbers, the mixers run over the whole
-batch once for each number that is neither 0 nor all, and each row takes its own result.
-So the result is exact, whatever a mixer does with masks and lengths.
+forwards. If the rows of a batch keep different numbers of positions, the mixers run
+over the whole batch once for each number that is neither 0 nor all, and each row takes
+its own result. So the result is exact, whatever a mixer does with masks and lengths.
 
 The hooks of the mixers (`mlx_speculation.models`) call `RecordingArraysCache.record`.
-If a slot was written outside of a recorded call, `written` is None, and no part can be
-kept here.
+If a slot was written outside of a recorded call, `written` is None, and this journal
+can keep all positions or none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ class RecordingArraysCache(ArraysCache):
         self._recording = False
 
     def __setitem__(self, idx: int, value: mx.array) -> None:
-        """Write a slot, and note it if no recorded call covers the write."""
+        """Write a slot, and record its index if no recorded call covers the write."""
         if not self._recording:
             self.written_unrecorded = True
         super().__setitem__(idx, value)
@@ -111,7 +111,7 @@ class RecordingArraysCache(ArraysCache):
 
 
 def chosen(states: dict[int, ArraysCache], keep: Sequence[int]) -> Any:
-    """Return a state in which each row is that of `states[keep[row]]`.
+    """Return a state whose every row comes from `states[keep[row]]`.
 
     A slot that a state has not filled counts as zeros, as in mlx-lm's merge of rows.
     """
@@ -148,7 +148,7 @@ class ArraysJournal:
         whole: whether all positions or none will be kept; then nothing is recorded.
 
     Attributes:
-        presented: a copy of the cache that records.
+        presented: a copy of the cache; the copy records the mixers' inputs.
     """
 
     live = False
@@ -177,7 +177,7 @@ class ArraysJournal:
         return sum(f.width for f in shown.forwards)
 
     def prepare(self, keep: Keep) -> None:
-        """Build the state after `keep` positions on a copy, not evaluated."""
+        """Build the state after `keep` positions in a copy, without evaluating it."""
         if isinstance(keep, int) or self.written in (None, 0):
             self._after = self._state_after(keep)
         else:

@@ -6,10 +6,10 @@
                                                     and gets 2 more of left padding
     rollback()                                      _idx 5, nothing is copied
 
-In a ragged commit, rows that keep fewer positions move right. That copies the buffers
-once, as mlx-lm's `finalize` does; full acceptance costs nothing. Left padding that all
-rows share then goes, so the buffer stays as wide as the longest row. For that the host
-reads `left_padding`, a few numbers that the round's forward has already computed.
+In a ragged commit, rows that keep fewer positions move right. This copies the buffers
+once, as mlx-lm's `finalize` does; full acceptance costs nothing. The commit also drops
+left padding that all rows share, so the buffer stays as wide as the longest row. To do
+so, the host reads `left_padding`: a few numbers that the round's forward has computed.
 """
 
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ def shared_padding(padding: mx.array, keep: Sequence[int]) -> int:
 def moved(x: mx.array, right: mx.array, width: int) -> mx.array:
     """Return `width` positions of `x`, with each row moved right.
 
-    Positions to the left of a row's first one repeat it, so no rejected position comes
-    in. Positions moved out at either end are lost.
+    Positions to the left of a row's first position repeat that position, so no rejected
+    position comes in. Positions moved out at either end are lost.
 
     Args:
         x: keys or values [batch, heads, positions, dim].
-        right: positions that each row moves, int [batch]; below 0 is to the left.
+        right: how far each row moves, in positions, int [batch]; below 0: to the left.
         width: number of positions to return, from the first one on.
     """
     source = mx.arange(width, dtype=right.dtype)[None] - right[:, None]
@@ -113,7 +113,7 @@ class BatchKVJournal(LiveJournal):
         cache._idx = self._start + longest - spare
         cache.offset = self._offset + kept
         cache.left_padding = self._padding + right
-        # Without a mask that uses them, the two would never be evaluated.
+        # If no mask used `left_padding` and `offset`, they would never be evaluated.
         cache.keys = mx.depends(cache.keys, (cache.left_padding, cache.offset))
 
     def rollback(self) -> None:

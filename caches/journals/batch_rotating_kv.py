@@ -10,8 +10,8 @@ to each:
 
 So a row that keeps nothing has its old window again. After such a commit the buffer has
 at most as many columns as the window, so padding does not grow. Before the window is
-full, padding that all rows share goes, as in `caches.journals.batch_kv`. A commit of a
-part costs one copy of the window. A commit of all positions costs nothing.
+full, padding that all rows share is dropped, as in `caches.journals.batch_kv`. A commit
+of a part costs one copy of the window. A commit of all positions costs nothing.
 """
 
 from typing import Any
@@ -60,12 +60,12 @@ class PresentedBatchRing(ListenedTo["BatchRotatingJournal"], BatchRotatingKVCach
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:
-        """Return mlx-lm's mask; for several positions, that of the ring put in order.
+        """Return mlx-lm's mask; for several positions, the mask of the ordered ring.
 
         A write of several positions first puts the ring in order and drops the oldest
-        position. mlx-lm's mask ignores that, so it hides one position too many of a row
-        with padding. In a round no position sees more than `max_size` positions, as in
-        rotating_kv.py.
+        position. mlx-lm's mask ignores the drop, so it hides one position too many of a
+        row with padding. In a round no position sees more than `max_size` positions, as
+        in rotating_kv.py.
         """
         if window_size is not None and N > 1 and not self.journal.whole:
             window_size = min(window_size, self.max_size)

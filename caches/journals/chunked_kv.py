@@ -11,9 +11,9 @@ which drops the rows that the chunk has outgrown:
     rollback()                                  rows [3, 7)
 
 A drop replaces the arrays, and no later write changes the old ones. So the journal
-keeps the old arrays, and puts them back to undo the drop. This holds a full chunk twice
-until the end of the round. `ChunkedKVCache.trim` is not used: it ignores rows that were
-dropped between two forwards.
+keeps the old arrays, and puts them back to undo the drop. A full chunk is then in
+memory twice until the end of the round. `ChunkedKVCache.trim` is not used: it ignores
+rows that were dropped between two forwards.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
 The journal keeps references to the old arrays; a rollback puts them back, and a commit
 slices a prefix from the new ones. So old and new rows are both in memory until the end
 of the round. `ConcatenateKVCache.trim` is not used: it lowers the offset but keeps the
-rows, and the next write is appended after them. A cache trimmed that way is refused.
+rows, and the next write comes after these rows. A cache trimmed by it is refused.
 """
 
 from mlx_lm.models.cache import ConcatenateKVCache
@@ -16,7 +16,7 @@ class ConcatenateJournal(KVJournal):
     """Journal of one `ConcatenateKVCache`; the model sees the live cache itself.
 
     Raises:
-        UnsupportedCacheError: the cache was trimmed, and has more rows than `offset`.
+        UnsupportedCacheError: the cache was trimmed, so it has more than `offset` rows.
     """
 
     def __init__(self, cache: ConcatenateKVCache, whole: bool = False) -> None:

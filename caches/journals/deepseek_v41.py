@@ -1,7 +1,7 @@
 """Journal of DeepSeek V4.1's `LayerCache`: a window, compressed groups, an open group.
 
-Every write makes new arrays. So the journal keeps the state before a write by
-reference, to the end of the round, and copies nothing. After a prefix of a write the
+Every write makes new arrays. So the journal only keeps references to the state before a
+write, until the end of the round, and copies nothing. After a prefix of a write the
 layer holds:
 
     field                       after the prefix
@@ -11,9 +11,9 @@ layer holds:
 
 An example: the ratio is 4, 2 rows are pending, and 5 rows are written. This closes one
 group of 4 rows, and 3 rows are pending. After a prefix of 1 row, no group would be
-closed, and 3 other rows would be pending, which the cache no longer has. So the journal
-records the call of the compressor, which makes the pending rows, and runs it again over
-the prefix, like the mixers of `ArraysCache`. The hook of the compressor
+closed, and 3 other rows would be pending; the cache no longer has these. The compressor
+makes the pending rows. So the journal records its call and runs it again over the
+prefix, as `ArraysJournal` does with mixers. The hook of the compressor
 (`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is None if a
 call was not recorded.
 """
@@ -63,13 +63,13 @@ class LayerWrite:
         return self.rows.shape[1]
 
     def explains(self, after: LayerCache) -> bool:
-        """Return whether the state `after` this write follows from recorded calls."""
+        """Return whether recorded calls account for all changes up to `after`."""
         return self.call is not None or all(
             getattr(self.before, name) is getattr(after, name) for name in _COMPRESSED
         )
 
     def prefix(self, after: LayerCache, keep: int) -> LayerCache:
-        """Return the state after `keep` positions, not evaluated.
+        """Return the state after `keep` positions, without evaluating it.
 
         Args:
             after: the state after the whole write.
@@ -101,7 +101,7 @@ class LayerWrite:
 class RecordingLayerCache(LayerCache):
     """A view of the live cache that records each write.
 
-    It shares the live cache's `__dict__`. The records are in a slot, outside of it.
+    It shares the live cache's `__dict__`. The records are in a slot outside that dict.
     """
 
     __slots__ = ("writes",)
@@ -154,7 +154,7 @@ class LayerJournal(LiveJournal):
         return total if known else None
 
     def prepare(self, keep: int) -> None:
-        """Build the state after `keep` positions on a copy, not evaluated."""
+        """Build the state after `keep` positions in a copy, without evaluating it."""
         self._after = copied(self._cache)
         writes = self._writes or []
         for index, write in enumerate(writes):

@@ -1,20 +1,20 @@
-"""A journal of any kind of cache that leaves the live cache alone until the commit.
+"""Journal that does not change the live cache before the commit, for every cache kind.
 
-The model writes to a twin, a deep copy, whose arrays share buffers with the live ones
-until a write. An ordinary journal of the twin keeps a prefix or
-undoes it. The commit then gives the live cache the twin's attributes in one step. Until
-then the live cache does not change, whatever line fails:
+The model writes to a twin. The twin is a deep copy of the live cache, and shares the
+live arrays' buffers until a write. An ordinary journal of the twin keeps a prefix of
+the writes or undoes them. The commit then gives the live cache the twin's attributes in
+one step. Before this step the live cache does not change, whichever line fails:
 
     opened                     live: offset 5, buffer A     twin: offset 5, buffer A
     the model writes 3 rows    live: offset 5, buffer A     twin: offset 8, buffer B
     commit(1)                  live: offset 6, buffer B
     rollback()                 live: offset 5, buffer A
 
-The twin's first write copies the whole buffer, since A has two owners then, and both A
-and B are in memory as long as the speculation object. An ordinary speculation copies
+The twin's first write copies the whole buffer, since A then has two owners. A and B
+both stay in memory as long as the speculation object. An ordinary speculation copies
 nothing of a KV cache.
 
-The rows that journals save of a ring belong to one object, so a twin saves its own.
+The rows that journals save of a ring are kept per cache object, so a twin has its own.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class IsolatedJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that may keep different numbers; see `Journal`."""
+        """Number of rows that may keep unequal counts; see `Journal`."""
         return self._inner.rows
 
     def prepare(self, keep: Keep) -> None:
@@ -55,7 +55,7 @@ class IsolatedJournal:
         self._cache.__dict__ = dict(vars(self._twin))
 
     def rollback(self) -> None:
-        """Give the live cache its old attributes back, which a commit replaced."""
+        """Give the live cache back the attributes that it had before a commit."""
         self._cache.__dict__ = self._before
 
 

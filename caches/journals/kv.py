@@ -1,4 +1,4 @@
-"""Journal of `KVCache` and `QuantizedKVCache`: it keeps a prefix by the offset.
+"""Journal of `KVCache` and `QuantizedKVCache`: setting the offset keeps a prefix.
 
     opened at offset 5, the model writes 3 rows     rows [0, 8), offset 8
     commit(1)                                       rows [0, 6), offset 6
@@ -22,10 +22,10 @@ from mlx_speculation.caches.types.padded_kv import KeySteps, in_steps
 
 
 class KVJournal(LiveJournal):
-    """Journal of one cache by its length; the model sees the live cache itself.
+    """Journal of one cache whose length is its offset.
 
-    With `steps` the model sees a `KVCache` in whole steps of rows, and with `shape`
-    either kind in a fixed view. `whole` makes no difference here.
+    The model sees the live cache itself; with `steps`, a view of a `KVCache` that is
+    padded to whole steps of rows; with `shape`, a fixed view. `whole` has no effect.
 
     Attributes:
         presented: the live cache, or a view of it.
@@ -77,11 +77,11 @@ class KVJournal(LiveJournal):
 
 
 class KVJournals:
-    """All journals of a model that has `KVCache`s only, made when one is needed.
+    """All journals of a model with no other caches than `KVCache`, made when needed.
 
     If all layers wrote the same number of rows, moving the offsets keeps a prefix
-    without any journal. Making a journal for every layer would cost a small model's
-    step on a GPU 0.5 %.
+    without any journal. Making a journal for every layer would slow down a small
+    model's step on a GPU by 0.5 %.
 
     Attributes:
         start: the largest offset at the beginning of the round.
@@ -100,7 +100,7 @@ class KVJournals:
 
     @classmethod
     def of(cls, caches: Sequence[Any]) -> "KVJournals | None":
-        """Return the journals; None if caches are of other kinds, or one is twice."""
+        """Return the journals; None if a cache is of another kind or occurs twice."""
         kinds, places = set(map(type, caches)), set(map(id, caches))
         return (
             cls(caches) if kinds == {KVCache} and len(places) == len(caches) else None
@@ -120,7 +120,7 @@ class KVJournals:
             cache.offset = start + keep
 
     def opened(self) -> list[KVJournal]:
-        """Return a journal for every cache, as if opened when this object was made."""
+        """Return a journal for each cache, as if opened when this object was made."""
         states = zip(self._caches, self._starts, self._empty, strict=True)
         return [KVJournal.since(cache, start, empty) for cache, start, empty in states]
 

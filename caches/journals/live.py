@@ -1,8 +1,8 @@
 """Base classes of journals whose model writes to the live cache.
 
-The model gets the live cache, or an object of a subclass that shares the live cache's
-`__dict__`: every attribute that the model reads or sets is then the live one. Such an
-object keeps its own data in slots, outside of that dict.
+The model gets the live cache or a view of it. A view is an object of a subclass, with
+the live cache's `__dict__`: every attribute that the model reads or sets is the live
+cache's. The view's own data are in slots, outside of that dict.
 """
 
 import weakref
@@ -24,7 +24,7 @@ class LiveJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that may keep different numbers: one."""
+        """Number of rows that may keep unequal counts: one."""
         return 1
 
     def prepare(self, keep: Any) -> None:
@@ -46,14 +46,14 @@ class ListenedTo(Generic[JournalT]):
 
 
 def sharing(cache: Any, kind: Any) -> Any:
-    """Return a view of the cache, of the class `kind`, a subclass of its own."""
+    """Return a view of the cache; its class `kind` is a subclass of the cache's."""
     presented = object.__new__(kind)
     presented.__dict__ = cache.__dict__
     return presented
 
 
 def listened_to_by(journal: Any, kind: Any, cache: Any) -> Any:
-    """Return a view that calls `journal`, of the class `kind`, a `ListenedTo`."""
+    """Return a view that calls `journal`; its class `kind` is a `ListenedTo`."""
     presented = sharing(cache, kind)
     presented._journal = weakref.ref(journal)
     return presented

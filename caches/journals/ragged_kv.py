@@ -1,4 +1,4 @@
-"""Journal of ragged batches, plain and quantized: it keeps a prefix by row lengths.
+"""Journal of ragged batches, plain and quantized: row lengths keep a prefix.
 
 Nothing is copied; positions past a row's length are overwritten later.
 """

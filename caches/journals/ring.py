@@ -10,9 +10,9 @@ positions that were ever written:
     1, more than W held         new arrays: cut to W, then a slot     the old arrays
     1, W held                   the oldest position is overwritten    the saved one
 
-An overwritten position has to be copied before the write. A lazy slice of it would make
-the write copy the whole window. So positions are saved ahead in blocks of `SAVED_ROWS`,
-which costs one copy of the window in that many writes.
+A position has to be copied before a write overwrites it. A lazy slice of it would make
+the write copy the whole window. So positions are saved ahead in blocks of `SAVED_ROWS`.
+This costs one copy of the window in `SAVED_ROWS` writes.
 """
 
 import weakref
@@ -30,8 +30,8 @@ SAVED_ROWS = 64
 class SavedSlots:
     """Slots of a full ring, copied before single writes overwrite them.
 
-    `keys` and `values` are the cache's arrays; after each recorded single write they
-    are updated. If the cache has other arrays, the copy is stale. The references are
+    `keys` and `values` refer to the cache's arrays, and are updated after each recorded
+    single write. If the cache has other arrays, the copy is stale. The references are
     weak, since a strong one would make the next write copy the window.
     """
 
@@ -142,11 +142,11 @@ class RingJournal(LiveJournal):
     def _rows_to_hold(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array] | None:
-        """Return the arrays needed to keep a part of a write; None: none are."""
+        """Return the arrays needed to keep a part of a write; None: none needed."""
         return None
 
     def _slot_about_to_go(self) -> tuple[int, SavedSlots]:
-        """Return the slot that the next single write takes; save its content."""
+        """Return the slot that the next single write overwrites; save its content."""
         cache, count = self._cache, self.count
         first = getattr(cache, "keep", 0)  # earlier slots are never overwritten
         slot = first if cache._idx == cache.max_size else cache._idx
@@ -181,7 +181,7 @@ class RingJournal(LiveJournal):
 
 
 def _copied(cache: Any, start: int, stop: int) -> mx.array:
-    """Copy slots [batch, heads, stop - start, key dim + value dim], without waiting."""
+    """Copy slots without waiting: [batch, heads, stop - start, key dim + value dim]."""
     slots = mx.concatenate(
         [cache.keys[..., start:stop, :], cache.values[..., start:stop, :]], axis=-1
     )

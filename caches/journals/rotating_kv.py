@@ -1,10 +1,11 @@
 """Journal of `RotatingKVCache`, before and after the window has wrapped.
 
 In a round, each row of a write has to see the same rows as if it were written alone.
-mlx-lm's mask breaks this in two cases, where a round gets another mask:
+mlx-lm's mask breaks this in two cases. In these a round gets another mask:
 
 - The model asks for a window larger than `max_size` (plamo3 asks for one row more). A
-  row written alone sees only the last `max_size` rows. Several rows would see more.
+  row written alone sees only the last `max_size` rows. Rows written together would see
+  more.
 - `keep` is above 0. A row written alone sees the first `keep` rows and the newest of
   the rest. In a write of several rows, only the first would see the first `keep` rows.
 
@@ -26,7 +27,7 @@ from mlx_speculation.caches.journals.ring import RingJournal
 
 
 class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
-    """The live ring with the mask of a round. It calls its journal on every write."""
+    """View of the live ring with a round's mask; calls its journal at every write."""
 
     __slots__ = ()
 
