@@ -64,7 +64,7 @@ def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
 def check_written(
     keep: int | tuple[int, ...], each: Sequence[int | None], *, whole: bool
 ) -> int | None:
-    """Check `keep` against each layer's written positions; return how many there are.
+    """Check `keep` against the positions that each layer wrote; return that number.
 
     Args:
         keep: one number, or one for each row.

@@ -1,8 +1,8 @@
 """Registry of cache kinds and their journals.
 
-A `CacheList` has no journal; each of its members has one, like a layer. The type has to
-match exactly: a subclass may write in a way that its parent's journal does not know, so
-subclasses are refused like any other unknown kind.
+A `CacheList` has no journal; each of its members has one, as a layer's cache does. The
+type has to match exactly: a subclass may write in a way that its base class's journal
+does not know, so subclasses are refused like any other unknown kind.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +117,7 @@ def open_journals(
 
 
 def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> Journal:
-    """Return a journal: on a copy if `isolated`, else in key steps if it can."""
+    """Return a journal: on a copy if `isolated`, else in key steps if possible."""
     opened = JOURNALS[type(leaf)]
     if steps is not None and type(leaf) in (KVCache, SlidingKVCache):
         return opened(leaf, whole, steps)

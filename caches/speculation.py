@@ -58,7 +58,7 @@ class Speculation:
             layer's mixer records nothing, a commit of a part rolls everything back and
             calls `rerun(keep)`, which costs one more forward.
         isolated: leave the live caches unchanged until the commit: the model writes to
-            a copy of each cache, and `commit` transfers the kept part to the live ones.
+            a copy of each cache, and `commit` gives the kept part to the live caches.
             The first write copies every buffer; see `caches/journals/isolated.py`.
         key_steps: show the model keys in whole steps of rows where that is faster, see
             `caches/types/padded_kv.py`; only for models that were tested with it.
@@ -70,7 +70,7 @@ class Speculation:
             `key_steps`.
 
     Attributes:
-        open: whether it is neither committed nor rolled back.
+        open: whether the speculation is neither committed nor rolled back.
         reran: whether the commit ran the model again.
 
     Raises:
@@ -124,7 +124,7 @@ class Speculation:
 
     @property
     def _leaves(self) -> list[Journal]:
-        """The journals of all leaf caches, made now if there were none yet."""
+        """The journals of all leaf caches, made at the first access."""
         if self._unopened is not None:
             self._opened = [*self._unopened.opened()]
             self._unopened = None
@@ -157,17 +157,17 @@ class Speculation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that only the journals hold, not the live caches.
+        """Bytes of the arrays that the journals hold and the live caches do not.
 
-        Legal until the commit.
+        Can be read until the commit.
         """
         return bytes_beside(self._leaves, self._live)
 
     def move(self, rows: Sequence[int]) -> None:
         """Move these written rows to the front, so that a tree's path is a prefix.
 
-        Legal before `prepare`, after one forward that was fed a tree. Rolling back
-        undoes the move too.
+        Can be called after one forward that was fed a tree, before `prepare`. Rolling
+        back undoes the move too.
 
         Args:
             rows: indices among the written rows, in rising order.
@@ -201,7 +201,7 @@ class Speculation:
             InvalidRequestError: a number in `keep` is negative or more than was
                 written, or `keep` does not have one number for each row.
             UnsupportedCacheError: a layer cannot keep a part, and there is no `rerun`,
-                or the rows keep different numbers, which a rerun cannot do.
+                or the rows keep different numbers, for which no rerun is possible.
             SpeculationClosedError: the speculation is closed.
         """
         if not self.open:

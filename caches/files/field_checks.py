@@ -46,7 +46,7 @@ def _rows(cache: Any) -> int:
 
 
 def _integers(array: Any) -> list[int]:
-    """Return the integers of an array [rows]; an empty list for any other value."""
+    """Return the integers of an array [rows]; an empty list if it is unfit."""
     fits = isinstance(array, mx.array) and array.ndim == 1 and array.dtype in INTEGERS
     values: list[int] = array.tolist() if fits else []
     return values if max(map(abs, values), default=0) <= MAX_COUNT else []
@@ -181,7 +181,7 @@ def layer(cache: Any) -> int | None:
 
 
 def _groups_fit(offset: int, rows: dict[str, int]) -> bool:
-    """Return whether closed groups of one size and the pending rows fill `offset`."""
+    """Return whether `offset` rows are equal groups plus an incomplete, pending one."""
     groups, pending = rows.get("compress_kv"), rows.get("pending_kv")
     if pending != rows.get("pending_gate") or rows.get("index_k") not in (None, groups):
         return False

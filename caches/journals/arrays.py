@@ -86,7 +86,7 @@ class RecordingArraysCache(ArraysCache):
         self._recording = False
 
     def __setitem__(self, idx: int, value: mx.array) -> None:
-        """Write a slot, and record its index if no recorded call covers the write."""
+        """Write a slot; remember if a write came outside of a recorded call."""
         if not self._recording:
             self.written_unrecorded = True
         super().__setitem__(idx, value)

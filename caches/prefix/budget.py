@@ -1,10 +1,10 @@
 """The byte budget of a prefix cache, and the eviction of its nodes.
 
 Eviction follows GreedyDual (Young 1994). The node that costs least to read again, in
-tokens, is evicted first, and an unused node gets cheaper with each eviction. A request
-evicts only nodes that cost less than the request itself. Many small requests between
-two turns of a long text would evict the text in the end. So against a small request the
-cost of a text is multiplied by the number of its uses.
+tokens, is evicted first. With each eviction, unused nodes get cheaper relative to used
+ones. A request evicts only nodes that cost less than the request itself. Many small
+requests between two turns of a long text would evict the text in the end. So against a
+small request the cost of a text is multiplied by the number of its uses.
 """
 
 import math
@@ -15,8 +15,8 @@ from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree
 from mlx_speculation.caches.prefix.restore_points import RunningPoints
 from mlx_speculation.environment import free_memory
 
-SMALL = 8  # a request is small against a text that is at least so many times as long
-MOST_USES = 4  # limit of the factor
+SMALL = 8  # a request is small against a text at least 8 times as long
+MOST_USES = 4  # the largest number of uses that the cost is multiplied by
 
 
 class Claim(NamedTuple):
@@ -44,7 +44,7 @@ class Budget:
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes; by default a quarter of the free memory at the first use."""
+        """Limit of bytes; by default a quarter of the free memory at the first use."""
         if self._max_bytes is None:
             self._max_bytes = (free_memory() or 8 * 10**9) // 4
         return self._max_bytes
@@ -55,7 +55,7 @@ class Budget:
         return self.stored + sum(points.nbytes for points in self.running)
 
     def claim(self, tokens: int, now: float = math.inf) -> Claim:
-        """Return the claim of a request of so many tokens."""
+        """Return the claim of a request of `tokens` tokens; see `Claim` for `now`."""
         return Claim(tokens, self.level + tokens, now)
 
     def room(self, tree: PrefixTree, size: int, claim: Claim) -> bool:
@@ -82,8 +82,8 @@ class Budget:
 def _cost(node: Node, claim: Claim) -> int | None:
     """Return how many tokens would be read again without a node; None: it stays.
 
-    For a leaf, that is the whole text that ends there. An inner node with one child
-    loses only its restore points, which costs the tokens since the previous ones.
+    For a leaf, these are all tokens of the text that ends there. An inner node with one
+    child loses only its restore points. The cost is the tokens since the previous ones.
     """
     if not node.resident:
         return None

@@ -1,9 +1,9 @@
 """Writing the nodes of a prefix cache's tree to its folder, and reading them.
 
-A separate thread writes nodes after a request has stored them, parents first; the
+After a request has stored nodes, a separate thread writes them, parents first; the
 arrays of a node are evaluated and never change. Segments of other and of earlier
 processes become bare nodes: the tree has their tokens, and their rows are read when a
-request can use them.
+request can use the rows.
 """
 
 import logging
@@ -77,8 +77,8 @@ class Persistence:
     def _leading_to(self, segment: Segment) -> tuple[Node, Any] | None:
         """Return the node where a segment begins, and the digest of all tokens before.
 
-        Most segments begin at the end of another, a few inside of one, where two texts
-        part. None: the tokens before the segment are not in the tree.
+        Most segments begin at the end of another segment; a few begin inside one, where
+        two texts diverge. None: the tokens before the segment are not in the tree.
         """
         if segment.parent in self._places:
             node, digest = self._places[segment.parent]
@@ -95,7 +95,7 @@ class Persistence:
     def missing(self, tokens: Tokens) -> list[tuple[Segment, list[Node]]]:
         """Return the segments to read for a request, each with the nodes that need it.
 
-        They are in order. After the last node the target can be resumed.
+        The segments are in order. The target can be resumed after the last node.
         """
         nodes, matched = self._tree.path(tokens)
         mark, stateful = self._roles[0].mark, self._roles[0].stateful
@@ -235,7 +235,7 @@ class Persistence:
         return not (rows <= self._marks(node) and points <= self._ends(node))
 
     def _saved(self, node: Node, segment: Segment) -> None:
-        """Record a file for a node, and for ancestors whose tokens the file has too."""
+        """Record a node's file, also for ancestors whose tokens are in the file."""
         node.written |= segment.written
         node.file = segment
         while node.parent is not None and node.start > segment.start:

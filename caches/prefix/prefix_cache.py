@@ -36,10 +36,10 @@ class PrefixCache:
     Args:
         max_bytes: limit of the bytes of all kept arrays. None: a quarter of the memory
             that is free at the first use, or 2 GB if that is unknown.
-        every: largest distance of two restore points, in tokens; a model with rings or
-            recurrent layers can be resumed only there. A resumed request reads at most
-            that many known tokens again. Each point costs the bytes of all states. A
-            chunk of a prompt and an edge of the tree are never longer.
+        every: largest distance of two restore points, in tokens. A model with rings or
+            recurrent layers can be resumed only at restore points. A resumed request
+            reads at most `every` known tokens again. Each point costs the bytes of all
+            states. No chunk of a prompt and no edge of the tree is longer than `every`.
         folder: directory that keeps the contents for later processes with the same
             models. Several processes may share it. It is created with mode 0700.
             None: memory only.
@@ -128,8 +128,8 @@ class PrefixCache:
         Args:
             owners: the models, compared by identity.
             caches: new empty caches of each.
-            shape: shape of the first model's forwards in exact mode; None: not in exact
-                mode, so that a model in exact mode cannot use the rows.
+            shape: shape of the first model's forwards in exact mode; None: the model is
+                not in exact mode. Models in exact mode cannot use its rows.
 
         Raises:
             InvalidRequestError: the prefix cache is bound to other models or to another
@@ -147,7 +147,8 @@ class PrefixCache:
         Args:
             owner: the head, compared by identity.
             caches: new empty caches of the head.
-            lag: the head's row m is computed from the tokens [0, m + lag].
+            lag: offset of tokens to rows: row m of the head is computed from the tokens
+                [0, m + lag].
         """
         with self._lock:
             return self._roles.bind_head(owner, caches, lag)
@@ -180,14 +181,14 @@ class PrefixCache:
             self._tree.add_point(points, point)
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return answers from which `tokens` diverge; see `PrefixTree.answers`."""
+        """Return answers inside which `tokens` diverge; see `PrefixTree.answers`."""
         with self._alone():
             if self._disk is not None:
                 self._disk.link()
             return self._tree.answers(tokens)
 
     def border(self, tokens: Tokens) -> int:
-        """Return how many tokens the tree knows, whether or not it has their rows."""
+        """Return the length of the prefix of `tokens` in the tree, with rows or not."""
         with self._alone():
             return self._tree.path(tokens)[1]
 
@@ -195,7 +196,7 @@ class PrefixCache:
         """Read the rows that a request can use from the folder into memory.
 
         Returns:
-            The number of tokens that the target could resume from memory before.
+            The number of tokens that the target could reuse from memory before.
         """
         with self._alone() as again:
             disk = None if again else self._disk
@@ -232,7 +233,7 @@ class PrefixCache:
         Args:
             which: the index of the role.
             tokens: the text, from its first token on.
-            back: a role without states is resumed so many tokens before the known end.
+            back: a role without states is resumed `back` tokens before the known end.
         """
         with self._alone():
             return self._tree.lookup(which, tokens, back)
@@ -260,7 +261,7 @@ class PrefixCache:
     def _alone(self) -> Iterator[bool]:
         """Lock the tree; yield whether this thread is already changing the tree.
 
-        That happens if the garbage collector ends a stream in the middle of a change.
+        The thread may be changing it if the garbage collector ends a stream meanwhile.
         """
         with self._lock:
             again, self._changing = self._changing, True

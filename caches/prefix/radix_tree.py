@@ -6,17 +6,17 @@
     │   └── D [90, 97)    ...
     └── E [40, 64)   target: rows, state at 64
 
-A node holds the rows of the tokens on the edge above it, and perhaps the states at its
-end, for each role: the target, a draft model, heads. Row m of a role with lag L is
+For each role (the target, a draft model, heads) a node holds the rows of the tokens on
+the edge above it, and perhaps the states at its end. Row m of a role with lag L is
 computed from the tokens [0, m + L], so for the edge [a, b) a node holds the rows
 [a - L, b - L). If a node lacks a role's rows, that role can use only the nodes above.
-A node without the target's rows in memory is bare, and so are all below it.
+A node without the target's rows in memory is bare, and so are all nodes below it.
 
 A role whose caches have only rows is resumed at any token. A role with states is
 resumed only at the end of a node that holds them, a restore point.
 
-No two nodes share an array, so the tree's bytes are the sum of its nodes'. In return,
-an edge is copied once when it is stored, and once more when requests part inside it.
+No two nodes share an array, so the tree's bytes are the sum of its nodes' bytes. In
+return, an edge is copied when it is stored, and again when requests part inside it.
 """
 
 import math
@@ -41,11 +41,11 @@ class Node:
         points: by role, the restore point at the end of the edge, if there is one.
         children: by the first token of their edges.
         used: the last use, on the tree's clock; larger is later.
-        uses: number of stored requests that contain its tokens.
+        uses: number of stored requests that contain the node's tokens.
         level: the budget's `level` at the last use.
         seen: the time of the last use, in seconds.
         file: the file that holds this node, and perhaps more; None: no file does.
-        written: whether the target generated its tokens.
+        written: whether the target generated the node's tokens.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class Node:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its rows and states."""
+        """Bytes of the node's rows and states."""
         kept: list[Snapshot | Point] = [*self.rows.values(), *self.points.values()]
         return sum(each.nbytes for each in kept)
 
@@ -102,7 +102,7 @@ class Node:
 
 
 class PrefixTree:
-    """The token runs of a target; `roles` may grow."""
+    """The token runs of a target; `roles` may get further roles later."""
 
     def __init__(self, roles: Sequence[Role]) -> None:
         self._roles = roles
@@ -119,7 +119,7 @@ class PrefixTree:
     def path(self, tokens: Tokens, start: Node | None = None) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` and the number of tokens that they match.
 
-        The first node is `start`, or the root. The last may match in part.
+        The first node is `start`, or the root. The last node's edge may match in part.
         """
         result, matched = [start or self._root], 0
         while matched < len(tokens):
@@ -135,11 +135,12 @@ class PrefixTree:
         return result, matched
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return the target's answers, if `tokens` leave the tree inside of one.
+        """Return the target's answers, if `tokens` leave the tree inside an answer.
 
         Returns:
             The number of tokens before that answer; and all answers that begin there,
-            and stored prefixes of these, the longest first. Otherwise 0 and no answers.
+            with their stored prefixes, the longest first. If `tokens` leave the tree
+            elsewhere or not at all: 0 and no answers.
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]
@@ -163,7 +164,7 @@ class PrefixTree:
     def usable(self, which: int, tokens: Tokens) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` that a role can use, and how many tokens.
 
-        For a role with states, the last node is its last restore point among them.
+        For a role with states, the last node returned has the role's restore point.
         """
         nodes, matched = self.path(tokens)
         whole = [which in node.rows for node in nodes[1:]]
@@ -220,7 +221,7 @@ class PrefixTree:
         return middle
 
     def remove(self, node: Node, before: float) -> int:
-        """Evict a leaf and prune above, or a node's points; return the bytes freed."""
+        """Evict a leaf and prune above, or drop a node's points; return freed bytes."""
         if not node.ways:
             return node.rows.pop(0).nbytes + self.prune(node, before)
         freed = sum(point.nbytes for point in node.points.values())
@@ -231,7 +232,8 @@ class PrefixTree:
         """Free the useless nodes from `node` upwards; return the bytes freed.
 
         A node without children in memory is useless if the target cannot be resumed
-        after it. Nodes used at `before` or later, or beginning before `start`, stay.
+        after it. Nodes used at `before` or later, and nodes that begin before `start`,
+        stay.
         """
         freed, stateful = 0, self._roles[0].stateful
         while (
@@ -251,10 +253,10 @@ class PrefixTree:
         return freed
 
     def forget_file(self, file: Segment) -> None:
-        """Remove a file from its nodes; remove those left without rows and children.
+        """Remove a file from its nodes; remove nodes left without rows and children.
 
-        A node with children stays: their files are usable again once the target has
-        read the tokens of the lost file.
+        A node with children stays: the children's files are usable again once the
+        target has read the tokens of the lost file.
         """
         nodes = [node for node in self.nodes() if node.file is file]
         for node in nodes:

@@ -1,7 +1,7 @@
 """The restore points of a running stream, and the caches stored at the stream's end.
 
-The points belong to the stream, but count in the budget of the prefix cache that will
-store them.
+The points belong to the stream. They count in the budget of the prefix cache, which
+will store them.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from mlx_speculation.caches.snapshots.snapshot import Snapshot
 
 
 class Point(NamedTuple):
-    """Layer states of a model or head (a role) after `stop` tokens, to resume from."""
+    """States of a role's layers after `stop` tokens, from which to resume the role."""
 
     stop: int  # the number of tokens
     states: Snapshot  # of the role's layers, after these tokens
-    # The target's hidden states of the last few of these tokens, which a head reads
-    # again, [1, positions, dim]; None: no head reads them
+    # The target's hidden states [1, positions, dim] at the last few of these tokens; a
+    # head reads them again. None: no head reads them
     hidden: mx.array | None = None
 
     @property
@@ -34,7 +34,7 @@ class Left(NamedTuple):
     # or the result of `PrefixCache.bind_head`
     which: int
     caches: Sequence[Any]  # its live caches
-    stop: int  # its rows are computed from the first `stop` tokens
+    stop: int  # the role's rows are computed from the first `stop` tokens
     # Restore points taken on the way. The prefix cache stores them; without room, it
     # drops the last ones first.
     points: list[Point]
@@ -59,8 +59,8 @@ class RunningPoints:
     def thin_out(self) -> None:
         """Drop the point that leaves the smallest gap, but not the first or the newest.
 
-        Storing the first point takes the fewest KV rows, those before it. The newest is
-        nearest to the end of the text. With fewer than three points, it is dropped.
+        The first point needs the fewest KV rows stored: those before it. The newest is
+        nearest to the end of the text. With fewer than three points, the newest goes.
         """
         places = [point.stop for point in self.taken]
         around = zip(places, places[2:], strict=False)

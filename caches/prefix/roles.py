@@ -1,8 +1,8 @@
 """The roles of a prefix cache: the target, draft models, and heads on the target.
 
-A mark identifies a role in files, across processes. It is a hash of the loaded model,
-see `fingerprint`, and not of its folder or revision: the files in a folder may change,
-and copies in two folders are the same model.
+A mark identifies a role in files, across processes. It is a hash of the loaded model
+(see `fingerprint`), not of the model's folder or revision: the files in a folder may
+change, and copies in two folders are the same model.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Role(NamedTuple):
         return any(leaf.whole for leaf in self.empty.leaves)
 
     def rows(self, stop: int) -> int:
-        """Return the number of rows that the first `stop` tokens determine."""
+        """Return the number of rows computed from the first `stop` tokens alone."""
         return max(0, stop - self.lag)
 
     def part(self, kept: Snapshot, start: int, stop: int) -> Snapshot:
@@ -81,7 +81,7 @@ class Roles(list[Role]):
         caches: Sequence[Sequence[Any]],
         shape: FixedShape | None,
     ) -> bool:
-        """Bind to these models; return whether that is new. See `PrefixCache.bind`."""
+        """Bind to these models; False: already bound. See `PrefixCache.bind`."""
         for each in caches:
             check_single(each)
         new_roles = [
@@ -116,7 +116,7 @@ class Roles(list[Role]):
         return False
 
     def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:
-        """Return the index of a head's role, which is added if it is new."""
+        """Return the index of a head's role; add the role if it is new."""
         owners = [each.owner() for each in self]
         for index in range(self._models or 0, len(owners)):
             if owners[index] is owner:

@@ -6,8 +6,8 @@
     plan      by the mark of each role: its index, the number of arrays of each leaf,
               and the fields of its states, where `{"array": 5}` stands for an array
 
-A file is checked against the folder's key, so the plan is as it was written. If it
-still does not fit the caches of this process, decoding raises `FlawError`.
+A file is checked against the folder's key, so the plan is as it was written. If the
+plan still does not fit the caches of this process, decoding raises `FlawError`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Held(NamedTuple):
     """Rows and states of one role in a segment."""
 
     rows: Snapshot
-    point: Point | None  # at its end
+    point: Point | None  # at the segment's end
 
 
 def encoded(kept: Mapping[int, Held], marks: Sequence[str]) -> tuple[Arrays, Any]:

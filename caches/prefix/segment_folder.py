@@ -4,10 +4,10 @@
     MODEL-SEGMENT.safetensors  two HMACs: of the model; and of the model, all tokens
                                before the segment, and the segment's own tokens
 
-Each file is written under a temporary name and then renamed, so a killed process leaves
-only whole files. Names, seals of headers and digests use the key: a file that is
-damaged, swapped, cut or from another folder is removed with a line in the log, and the
-model reads its tokens again. Several processes may share a folder. Files of other
+Each file is written under a temporary name and then renamed, so under final names a
+killed process leaves only whole files. Names, seals of headers and digests use the key:
+a file that is damaged, swapped, cut or from another folder is removed and logged, and
+the model reads its tokens again. Several processes may share a folder. Files of other
 models are not read, but count toward the limit.
 """
 
@@ -57,7 +57,7 @@ class Segment:
     name: str  # of the file
     parent: str  # the hash of all tokens before it
     start: int  # the number of these tokens
-    tokens: tuple[int, ...]  # its own
+    tokens: tuple[int, ...]  # the segment's own tokens
     roles: frozenset[str]  # the marks of the roles whose rows it has
     points: frozenset[str]  # the marks of the roles with a restore point at its end
     written: bool = False  # whether the model generated its tokens
@@ -237,7 +237,7 @@ class SegmentFolder:
         return _segment_of(name, said)
 
     def touch(self, segment: Segment, when: float) -> None:
-        """Set the time of the last use; earlier segments of a text get a later time."""
+        """Set a file's time of last use; earlier segments of a text get later times."""
         moment = when - segment.start * 1e-6
         with suppress(OSError):
             os.utime(self.path / segment.name, (moment, moment))
@@ -254,7 +254,7 @@ class SegmentFolder:
             (self.path / name).unlink()
 
     def _make_room(self, size: int) -> None:
-        """Remove the least recently used and the abandoned files until `size` fits.
+        """Remove abandoned and least recently used files until `size` more bytes fit.
 
         Files are counted every 10 seconds, and whenever there may be no room.
         """

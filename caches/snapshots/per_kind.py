@@ -44,7 +44,7 @@ class Holding:
 
     # The fields in which the source and the target must agree.
     settings: tuple[str, ...] = ()
-    whole: bool = True  # whether the kind is saved as a state, else as rows
+    whole: bool = True  # True: the kind is saved as a state; False: as rows
 
     def settings_of(self, cache: Any) -> tuple[Any, ...]:
         """Return the values of these fields, and the number of recurrent slots."""
@@ -90,7 +90,7 @@ def state_of(cache: Any) -> Fields:
 
 
 def changed(fields: Fields, change: Callable[[mx.array], mx.array]) -> Fields:
-    """Return the fields with `change` of each array in them."""
+    """Return the fields with `change` applied to each array in them."""
     result: Fields = tree_map(
         lambda x: change(x) if isinstance(x, mx.array) else x, fields
     )

@@ -28,7 +28,7 @@ def check_readable(cache: Any, place: int) -> None:
     """Refuse a cache whose rows cannot be read. Does not change it.
 
     Raises:
-        UnsupportedCacheError: it is of another kind, or its `keep` is above 0.
+        UnsupportedCacheError: the cache is of another kind, or its `keep` is above 0.
     """
     known = type(cache) in READABLE
     kept = getattr(cache, "keep", 0)
@@ -49,7 +49,7 @@ def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.ar
     Args:
         cache: a cache that `check_readable` allows, not empty.
         stop: the position after the last one to read, at most the cache's offset.
-        count: the most positions to read; None: all.
+        count: the largest number of positions to read; None: all.
 
     Returns:
         Keys [batch, heads, rows, key dim] and values [batch, heads, rows, value dim];

@@ -50,7 +50,7 @@ class HeldLeaf:
 
     place: str  # the leaf's place in the list of caches, such as `2` or `2.0`
     kind: type  # mlx-lm's class of the leaf
-    settings: tuple[Any, ...]  # settings that a cache to restore must have too
+    settings: tuple[Any, ...]  # must equal those of the cache that is restored
     # The ranges of its rows, in order; empty for a layer that the model does not use,
     # and for kinds saved as a state.
     rows: tuple[Rows, ...] = ()
@@ -81,7 +81,7 @@ class Snapshot:
 
     @property
     def stateless(self) -> HeldLeaf | None:
-        """The first layer that lacks its state at `stop`; None: no layer does."""
+        """The first layer that lacks its state at `stop`; None: no layer lacks it."""
         missing = (leaf for leaf in self.leaves if leaf.whole and leaf.state is None)
         return next(missing, None)
 

@@ -37,9 +37,9 @@ def snapshot(
     Args:
         caches: mlx-lm caches, one per layer as `make_prompt_cache` returns them.
         start: the first token. Rows of earlier tokens are left out.
-        stop: the end of the range. None: the number of tokens that the caches hold; if
-            no cache knows that number (models of recurrent layers only), it has to be
-            passed. A smaller number is legal if all caches can be cut.
+        stop: the end of the range. None: the number of tokens that the caches hold. If
+            no cache knows that number (models of recurrent layers only), pass `stop`. A
+            smaller number is legal if all caches can be cut.
 
     Raises:
         UnsupportedCacheError: a snapshot cannot hold a cache of this kind, or the cache
@@ -71,9 +71,9 @@ def snapshot(
 def restore(saved: Snapshot, target: Sequence[Any]) -> None:
     """Replace the contents of caches by those of a snapshot.
 
-    If the snapshot's `start` is above 0, the caches have to hold exactly the `start`
-    tokens before it, which stay. Everything is checked and built before the first cache
-    changes. The rows are copied once, with room for more.
+    If the snapshot's `start` is above 0, the caches have to hold exactly the first
+    `start` tokens, which stay. Everything is checked and built before the first cache
+    changes. The rows are copied once, into buffers with room for more.
 
     Args:
         saved: the snapshot.

@@ -17,8 +17,8 @@ def buffers(cache: Any) -> Arrays:
 
 
 def own(array: mx.array) -> mx.array:
-    """Return a copy in a new buffer of exactly its size, not evaluated.
+    """Return a copy, not evaluated, in a new buffer of exactly the array's size.
 
-    `mx.contiguous` would share the buffer if the slice is nearly all of it.
+    `mx.contiguous` would share the old buffer if `array` is nearly all of that buffer.
     """
     return mx.concatenate([array, array[:0]])

@@ -51,7 +51,7 @@ def as_native(caches: Sequence[Any]) -> list[Any]:
 def _replaced(
     caches: Sequence[Any], due: Callable[[Any], bool], change: Callable[[Any], Any]
 ) -> list[Any]:
-    """Return the caches with each leaf that is `due` replaced by `change` of it."""
+    """Return the caches with `change` applied to each leaf for which `due` is true."""
     return [
         CacheList(*_replaced(cache.caches, due, change))
         if type(cache) is CacheList

@@ -16,8 +16,9 @@ rows past the view are not written, and nobody reads their results. A buffer is 
 as long as its view, so that its strides depend only on the position too. It grows by a
 copy at each step, as mlx-lm's does.
 
-The view of a sliding window has all rows that any row of the step may see: positions
-[start - max_size, start + step), from 0, for a step that begins at `start`.
+The view of a sliding window has all rows that any row of a step may see. For a step
+that begins at `start`, these are the positions from max(0, start - max_size) up to, but
+not including, start + step.
 
 The classes share the `__dict__` of a live cache (see `caches.journals`): offsets and
 buffers are the live ones, and moving the offset undoes writes.
@@ -48,7 +49,7 @@ class FixedShape:
     """
 
     rows: int = ROWS  # rows of a forward: the last token, drafts and padding; 2 to 64
-    step: int = STEP  # the view of the keys grows by so many rows; at least `rows`
+    step: int = STEP  # the view of the keys grows by this many rows; at least `rows`
 
     def __post_init__(self) -> None:
         """Check both numbers."""
@@ -82,9 +83,9 @@ def fixed_mask(
         rows: number of rows.
         offset: the position of the first row.
         first: the position of the first column.
-        stop: the position after the last column. A row from there on sees the same as a
-            row at `stop` - 1, so that no row of the mask is empty.
-        window: the most positions that a row sees, itself included; None: all.
+        stop: the position after the last column. A row at or past `stop` sees the same
+            as a row at `stop` - 1, so that no row of the mask is empty.
+        window: number of positions that a row sees, itself included; None: all.
 
     Returns:
         bool [rows, stop - first].
@@ -215,7 +216,7 @@ FIXED: dict[type, Any] = {
 
 
 def in_fixed_view(cache: Any, shape: FixedShape) -> Any:
-    """Return the view to pass to a model, of a live cache of a kind in `FIXED`."""
+    """Return the view of a live cache, of a kind in `FIXED`, to pass to a model."""
     shown = object.__new__(FIXED[type(cache)])
     shown.__dict__ = cache.__dict__
     shown._shape = shape

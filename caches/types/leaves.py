@@ -76,7 +76,7 @@ def checked_leaves(
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:
-    """Return every leaf cache, without its place, since this runs in every step."""
+    """Return every leaf cache, without places to save time: this runs in every step."""
     if CacheList not in map(type, caches):
         return list(caches)
     result: list[Any] = []
@@ -110,11 +110,11 @@ def _rows(leaf: Any) -> int:
 def position(caches: Sequence[Any]) -> int | None:
     """Return how many positions the caches hold; None: no leaf counts them.
 
-    Recurrent states do not count positions. Of different numbers the largest is
-    returned, since a leaf that the model does not use stays at 0.
+    Recurrent states do not count positions. If leaves count different numbers, the
+    largest is returned, since a leaf that the model does not use stays at 0.
 
     Raises:
-        InvalidRequestError: they are batch caches, with a position for each row.
+        InvalidRequestError: a leaf is a batch cache, with a position for each row.
     """
     offsets = [leaf.offset for leaf in flat(caches) if hasattr(leaf, "offset")]
     if mx.array in map(type, offsets):

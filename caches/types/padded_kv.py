@@ -7,13 +7,13 @@ a verification differs in every round. Padding to whole steps leaves few key cou
     offset 300, the model writes 3 rows     mlx-lm: 303 keys, "causal"
                                             here: 512 keys, bool mask [3, 512]
 
-A step is 512 rows. Past 4,096 rows it is an eighth of the largest power of two that is
-not above the row count. So long texts need few plans too, and the padding is at most an
-eighth.
+A step is 512 rows. Past 4,096 rows a step is an eighth of the largest power of two that
+is not above the row count. So long texts need few plans too, and the padding is at most
+an eighth of the rows.
 
 The padding consists of zeros or of rows that were rolled back. The mask gives it weight
 0 in the attention. If a row of the padding is not finite, the logits are not finite
-either; every round checks that.
+either; every round checks whether they are finite.
 
 A sliding window is padded until it is full. From then on its row count is constant.
 

@@ -2,8 +2,8 @@
 
 mlx-lm has quantized caches for one sequence only. This cache holds a batch of quantized
 rows in the layout of `RaggedKVCache`, with the same journal. Each position is quantized
-alone, along its last axis, so a row's codes, scales and biases equal those of a
-`QuantizedKVCache` of its sequence bit for bit:
+alone, along its last axis. So a row's codes, scales and biases are bit for bit those of
+a `QuantizedKVCache` that holds the row's sequence:
 
     keys      codes [rows, heads, columns, dim * bits / 32], uint32
               scales and biases [rows, heads, columns, dim / group_size]
@@ -64,7 +64,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> Any:
-        """Return the columns up to the longest row's end, of each part."""
+        """Return the columns of each part up to the longest row's end."""
         stop = self.columns
         keys = tuple(part[..., :stop, :] for part in self.keys)
         return keys, tuple(part[..., :stop, :] for part in self.values)

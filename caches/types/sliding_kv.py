@@ -35,8 +35,8 @@ State = tuple[mx.array | None, mx.array | None, int, int, int, int, int]
 def default_slack(max_size: int) -> int:
     """Return the slack for a window: as many rows as the window, and at least 1024.
 
-    At most one row is then copied for each row written. That is little beside the
-    `max_size` rows that attention reads for it.
+    At most one row is then copied for each row written. This is little compared to the
+    `max_size` rows that attention reads for each row.
     """
     return max(LEAST_SLACK, max_size)
 
@@ -56,8 +56,8 @@ class SlidingKVCache:
         InvalidRequestError: one of them is less than 1.
     """
 
-    keep = 0  # first rows that are never evicted; only rings without any are replaced
-    step = 256  # the buffer grows by so many rows, until it has room for the window
+    keep = 0  # number of first rows never evicted: rings with others are not replaced
+    step = 256  # the buffer grows by this many rows, until it has room for the window
 
     def __init__(self, max_size: int, slack: int | None = None) -> None:
         slack = default_slack(max_size) if slack is None else slack
@@ -119,7 +119,7 @@ class SlidingKVCache:
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Append rows; return them after the `max_size` - 1 rows before them.
+        """Append rows; return the `max_size` - 1 rows before them, then these rows.
 
         Args:
             keys: [batch, heads, rows, key dim].
@@ -137,8 +137,9 @@ class SlidingKVCache:
     ) -> Any:
         """Return the mask for the next `n` rows.
 
-        For one row that is None, since it sees all rows that a write returns. Only a
-        model whose window is smaller than `max_size` gets an array; mlx-lm has none.
+        For one row the mask is None, since the row sees all rows that a write returns.
+        Only a model whose window is smaller than `max_size` would get an array; mlx-lm
+        has no such model.
         """
         before = min(self.offset, self.max_size - 1)
         if n > 1:
@@ -164,7 +165,7 @@ class SlidingKVCache:
         return 0 if self.keys is None else int(self.keys.nbytes + self.values.nbytes)
 
     def is_trimmable(self) -> bool:
-        """Return whether any number of rows can be trimmed: no row was dropped yet."""
+        """Return whether `trim` can drop any number of rows: no row was evicted yet."""
         return self._end == self.offset
 
     def trim(self, n: int) -> int:

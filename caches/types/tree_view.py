@@ -3,7 +3,7 @@
 Rows are written in the order in which they are fed, parents before children. Unlike in
 a chain, a row sees only its ancestors and itself, and its depth gives its position:
 
-    offset 7; rows 0 1 2 3, row 3 a second child of row 0     parents  -  0  1  0
+    offset 7; rows 0 to 3; row 3 is a second child of row 0   parents  -  0  1  0
     row 3 sees positions 0 to 6, row 0 and itself             depths   0  1  2  1
     with a window of 4 it sees positions 5 and 6 of these: its position is 8, not 10
 
@@ -22,7 +22,7 @@ from mlx_speculation.errors import UnsupportedCacheError
 
 
 class TreeRows(NamedTuple):
-    """Rows of a forward that are a tree, or a level of one.
+    """Rows of a forward that are a tree, or one level of a tree.
 
     Attributes:
         seen: bool [rows, columns], whether a row sees a column. A row sees its own
@@ -107,7 +107,7 @@ def _without_trees(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def tree_views(caches: Sequence[Any], rows: TreeRows) -> list[TreeView]:
-    """Return the views to pass to a model, of caches that `check_trees` allows."""
+    """Return views, to pass to a model, of caches that `check_trees` allows."""
     return [TreeView(cache, rows) for cache in caches]
 
 
@@ -120,7 +120,7 @@ def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
     Args:
         caches: live caches that `check_trees` allows.
         written: number of rows that the round wrote to each cache, in one forward.
-        rows: indices of the rows to move among those, in rising order.
+        rows: indices, among the written rows, of the rows to move, in rising order.
     """
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):
