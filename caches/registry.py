@@ -40,7 +40,7 @@ from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
-# Each is called with the cache and `whole`; a few kinds take `steps` or `shape` too.
+# Called with the cache and `whole`; those of a few kinds take `steps` or `shape` too.
 JOURNALS: dict[type, Callable[..., Journal]] = {
     KVCache: KVJournal,
     QuantizedKVCache: KVJournal,

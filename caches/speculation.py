@@ -60,13 +60,13 @@ class Speculation:
         isolated: leave the live caches unchanged until the commit: the model writes to
             a copy of each cache, and `commit` gives the kept part to the live caches.
             The first write copies every buffer; see `caches/journals/isolated.py`.
-        key_steps: show the model keys in whole steps of rows where that is faster, see
-            `caches/types/padded_kv.py`; only for models that were tested with it.
-            Without effect under `isolated`.
+        key_steps: pad the keys that the model sees to whole steps of rows where this is
+            faster, see `caches/types/padded_kv.py`; only for models that were tested
+            with padded keys. Has no effect with `isolated`.
         shape: shape of the one forward of this round, in exact mode. The model sees
             keys in views whose size depends on the position alone, see
-            `caches/types/fixed_view.py`. It is fed `shape.rows` rows; the padding among
-            them is undone like rejected drafts. Not with `whole`, `isolated` or
+            `caches/types/fixed_view.py`. The model is fed `shape.rows` rows; padding
+            rows are undone like rejected drafts. Not with `whole`, `isolated` or
             `key_steps`.
 
     Attributes:

@@ -42,7 +42,7 @@ class Verified:
         accepted: the number of accepted tokens, int32 []; None if nothing was drafted.
         normalizers: [k + 1], not finite in rows where no token can be chosen; the
             rows' `peaks` if no log-probabilities are asked for.
-        log_probs: of `tokens` and of the most probable ids; None if not asked for.
+        log_probs: those of `tokens` and the most probable ids; None if not asked for.
     """
 
     tokens: mx.array
@@ -91,7 +91,7 @@ class Group(NamedTuple):
     """Requests that were decided together."""
 
     members: tuple[int, ...]  # their indexes among the round's requests
-    # The rows of one member after those of another, equally many for each. `accepted`
+    # All rows of one member, then those of the next; each has equally many. `accepted`
     # is int32 [members], or [] for one member, or None if nothing was drafted
     verified: Verified
 
@@ -163,11 +163,11 @@ def count_accepted(
 
 
 def normalizers(logits: mx.array) -> mx.array:
-    """Return the logsumexp of each row: logits minus it are log-probabilities.
+    """Return the logsumexp of each row: logits minus logsumexp are log-probabilities.
 
-    It also shows whether a token can be chosen: it is not finite if the row holds a NaN
-    or plus infinity, or only minus infinity. The largest logit does not show that: on
-    some devices it ignores a NaN. [rows, vocab] to [rows], of the logits' dtype.
+    The logsumexp also shows whether a token can be chosen: it is not finite if the row
+    holds a NaN or plus infinity, or only minus infinity. The largest logit does not:
+    on some devices it ignores a NaN. [rows, vocab] to [rows], of the logits' dtype.
     """
     return mx.logsumexp(logits, axis=-1)
 
@@ -175,8 +175,8 @@ def normalizers(logits: mx.array) -> mx.array:
 def peaks(logits: mx.array) -> mx.array:
     """Return the largest logit of each row: finite exactly if the normalizer is.
 
-    It also shows whether a token can be chosen, in a fifth of the time on a CPU, where
-    exponentials are slow. [rows, vocab] to [rows]; NaN if the row holds a NaN.
+    So this also shows whether a token can be chosen, on a CPU in a fifth of the time,
+    as exponentials are slow there. [rows, vocab] to [rows]; NaN if the row holds a NaN.
     """
     largest = logits.max(axis=-1)
     if mx.default_device() == mx.cpu or mx.cuda.is_available():
@@ -195,8 +195,8 @@ def reported(
 ) -> LogProbs:
     """Return the log-probabilities of chosen tokens and of the `top` most probable ids.
 
-    Among equally probable ids the chosen token comes first. If not all of them fit into
-    `top`, it replaces the last one.
+    Among equally probable ids the chosen token comes first. If not all of these ids fit
+    into `top`, the chosen token replaces the last id.
     """
     log_probs = (processed - normals[:, None]).astype(mx.float32)
     chosen = mx.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]

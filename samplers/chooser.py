@@ -1,8 +1,8 @@
-"""From logits to tokens: the same rows, positions and seed give the same tokens.
+"""Choice of tokens from logits: equal rows, positions and seed give equal tokens.
 
-Greedy choice is the case of temperature 0. A chooser belongs to one request. A token
-changes only the state of the user's processors; `processors` describes how that state
-is restored.
+Greedy choice is the case of temperature 0. A chooser belongs to one request. Choosing a
+token changes no state but that of the user's processors; `processors` describes how
+their state is restored.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class Chooser:
     def in_fixed_shape(self, rows: int) -> "Chooser":
         """Return a chooser that pads filters and log-probabilities to `rows` rows.
 
-        It shares the processor and noise objects with this one.
+        The new chooser shares the processor and noise objects with this chooser.
         """
         other = copy(self)
         other._rows = rows
@@ -144,8 +144,8 @@ class Chooser:
         """Return the logits after the request's processors, with -inf for barred ids.
 
         The result is [rows, ids], with `limit` ids, or fewer if the logits have fewer.
-        Needs `processors.parallel`, except for a draft, which skips serial processors
-        and leaves the state of all as it was; see `Processors.for_draft`.
+        Needs `processors.parallel`, except with `for_draft`: serial processors are then
+        skipped, and no processor's state changes; see `Processors.for_draft`.
         """
         if self.processors.active:
             processors = self.processors

@@ -77,8 +77,8 @@ class Proposed(NamedTuple):
     """The next drafted token of every request."""
 
     tokens: mx.array  # uint32 [requests], 0 for a request that failed
-    # By request, the distribution that its token was drawn from, float32 [1, ids], for
-    # tokens that were drawn
+    # By request, the distribution that its token was drawn from, float32 [1, ids]; only
+    # for requests whose token was drawn
     probs: dict[int, mx.array]
     # By request, its error, for example from one of its processors
     failed: dict[int, Exception]

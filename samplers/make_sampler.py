@@ -1,4 +1,4 @@
-"""`make_sampler` with mlx-lm's signature, for samplers whose text a seed decides."""
+"""`make_sampler` with mlx-lm's signature, for text that a seed determines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Tokens before each row of logits, and the position of the token that it chooses.
 
-A row of logits chooses the token after a prefix of one sequence. Its position decides
-the noise, and the prefix decides how processors change the row. Some tokens of the
-prefix are on the device only: drafted tokens, and a chosen token not yet read.
+A row of logits chooses the token after a prefix of one sequence. The token's position
+decides the noise, and the prefix decides how processors change the row. Some tokens of
+the prefix are on the device only: drafted tokens, and a chosen token not yet read.
 
     known   t_0 .. t_n      committed, on the host
     ahead   d_1 d_2 d_3     on the device, not read

@@ -55,15 +55,15 @@ class Sampling:
         logit_bias: added to the logits of token ids: a mapping of ids to values.
         logits_processors: callables with mlx-lm's signature, see `LogitsProcessor`.
             `logits.processor_kinds` says which of them keep speculation fast.
-        draft_temperature: the temperature of drafts; None: `temperature`. It changes
+        draft_temperature: the temperature of drafts; None: `temperature`. This changes
             how many drafted tokens are accepted, never the distribution of the text.
         seed: decides the text at a temperature above 0; None draws a seed, which the
             result reports.
         sampler: draws tokens itself, from a row's log-probabilities [1, vocab] after
             processors, as mlx-lm's samplers do. A verify calls it for every row, so
             rejected rows change its state too, if it has one. The text has the
-            sampler's distribution. Drafts do not share its random numbers, so they
-            change the text of a seed. Temperature and filters must be off.
+            sampler's distribution. Drafts do not share the sampler's random numbers, so
+            a draft changes the text of a seed. Temperature and filters must be off.
 
     Raises:
         InvalidRequestError: a value is out of its range.
@@ -182,8 +182,8 @@ def derived_seed(seed: int, index: int) -> int:
     """Return the seed of one of several samples of a prompt.
 
     Sample 0 has the request's seed, so asking for more samples does not change the
-    first. Later samples have 64 bits of a BLAKE2b hash of seed and index: among a
-    million samples, two share a seed with a probability of 3e-8.
+    first. The seeds of later samples are 64 bits of a BLAKE2b hash of seed and index:
+    among a million samples, two share a seed with a probability of 3e-8.
 
     Args:
         seed: the seed of the request, from 0 to 2**64 - 1.

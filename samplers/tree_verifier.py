@@ -1,7 +1,7 @@
 """Verification of a drafted tree: the path of the target's own choices.
 
-From each node the path goes to the child whose token is the target's choice, and ends
-if no child has it. A node's choice uses the noise of its position in the text, so
+From each node the path goes to the child whose token is the target's choice. It ends if
+no child has this token. A node's choice uses the noise of its position in the text, so
 siblings share their noise. All emitted tokens are the target's own choices, so every
 tree gives the text of plain decoding (keyed choice, or greedy).
 
@@ -51,8 +51,9 @@ class _NoiseOfNodes:
 def serves_trees(verifier: Verifier) -> bool:
     """Return whether a request's choices follow from row and position alone.
 
-    They do not with the user's processors or sampler. Rejection and block verification
-    judge chains only. XTC is excluded because of its coins for each row.
+    With the user's processors or sampler, choices do not follow from these alone.
+    Rejection and block verification decide on chains only. XTC is excluded because it
+    has a coin for each row.
     """
     alone = verifier.shared is None
     return not alone and verifier.chooser.sampling.xtc_probability == 0

@@ -1,10 +1,10 @@
 """Calls of samplers that draw by themselves: mlx-lm's, and the user's own.
 
 Such a sampler takes log-probabilities [1, vocab] and returns a token id [1]. A verify
-calls it row by row: given several rows, it may draw once for all of them, as mlx-lm's
-XTC does, and the rows would not be independent. Each row's token y_i is drawn from p_i
-alone, and a drafted token is accepted if it equals y_i. So all emitted tokens are the
-target's own draws, and they have the sampler's distribution.
+calls the sampler row by row. Given several rows, it might draw once for all of them, as
+mlx-lm's XTC does; the rows would then not be independent. Each row's token y_i is drawn
+from p_i alone, and a drafted token is accepted if it equals y_i. So all emitted tokens
+are the target's own draws, and they have the sampler's distribution.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def within(
     """Replace ids that do not exist, and set the normalizers of their rows to NaN.
 
     The embedding would read such an id's row out of bounds before the host sees the
-    ids, which it reads once at the end of the round.
+    ids: the host reads them once, at the end of the round.
 
     Args:
         tokens: uint32 [rows], from a sampler.

@@ -8,7 +8,8 @@ Three acceptance rules, all lossless:
     rejection   a drafted token is accepted with probability min(1, p / q): the same
                 distribution, more tokens accepted, another text for every draft and
                 draft length
-    block       as rejection, but the drafted tokens are judged together
+    block       as rejection, but each coin decides on a prefix of the draft, not on a
+                single token
 
 Greedy requests choose without noise under every rule. All decisions are computed on
 the device: this module evaluates and reads nothing.

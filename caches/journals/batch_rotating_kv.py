@@ -5,8 +5,8 @@ undoes all writes and then appends to each row the positions that the row keeps.
 example: the window is 6, the rows have 9 and 3 positions, and a round writes three more
 to each:
 
-    commit([1, 3])      row 0 shows 5 .. 10, row 1 shows 1 .. 6     _idx 6, padding 0, 0
-    commit([0, 1])      row 0 shows 4 .. 9,  row 1 shows 1 .. 4     _idx 6, padding 0, 2
+    commit([1, 3])      row 0 holds 5 .. 10, row 1 holds 1 .. 6     _idx 6, padding 0, 0
+    commit([0, 1])      row 0 holds 4 .. 9,  row 1 holds 1 .. 4     _idx 6, padding 0, 2
 
 So a row that keeps nothing has its old window again. After such a commit the buffer has
 at most as many columns as the window, so padding does not grow. Before the window is

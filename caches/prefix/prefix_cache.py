@@ -147,8 +147,8 @@ class PrefixCache:
         Args:
             owner: the head, compared by identity.
             caches: new empty caches of the head.
-            lag: offset of tokens to rows: row m of the head is computed from the tokens
-                [0, m + lag].
+            lag: tokens by which rows are late: row m of the head is computed from the
+                tokens [0, m + lag].
         """
         with self._lock:
             return self._roles.bind_head(owner, caches, lag)
@@ -261,7 +261,7 @@ class PrefixCache:
     def _alone(self) -> Iterator[bool]:
         """Lock the tree; yield whether this thread is already changing the tree.
 
-        The thread may be changing it if the garbage collector ends a stream meanwhile.
+        A change is under way if the garbage collector ends a stream during one.
         """
         with self._lock:
             again, self._changing = self._changing, True

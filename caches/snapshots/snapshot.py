@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 class HeldLeaf:
     """Snapshot of one leaf."""
 
-    place: str  # the leaf's place in the list of caches, such as `2` or `2.0`
+    place: str  # the leaf's place in the list of caches: `2`, or `2.0` in a `CacheList`
     kind: type  # mlx-lm's class of the leaf
     settings: tuple[Any, ...]  # must equal those of the cache that is restored
     # The ranges of its rows, in order; empty for a layer that the model does not use,

@@ -1,4 +1,4 @@
-"""KV caches that show a padded number of rows, and a mask for the padding.
+"""KV caches that return rows padded to whole steps, and a mask for the padding.
 
 On CUDA, mlx computes attention of two or more rows with cuDNN. cuDNN builds a plan,
 which takes about 40 ms, for each new pair of row count and key count. The key count of

@@ -56,7 +56,7 @@ class SlidingKVCache:
         InvalidRequestError: one of them is less than 1.
     """
 
-    keep = 0  # number of first rows never evicted: rings with others are not replaced
+    keep = 0  # number of first rows never evicted; rings with `keep` > 0 stay as rings
     step = 256  # the buffer grows by this many rows, until it has room for the window
 
     def __init__(self, max_size: int, slack: int | None = None) -> None:

@@ -75,7 +75,7 @@ class TreeView:
             if visible.shape[1] == N:
                 visible = visible & (rows.depths[None] > reach)
         mask = mx.concatenate([seen, visible], axis=1)
-        # Keys in whole steps have more columns.
+        # If keys are padded to whole steps, there are more columns than written rows.
         shown: int = written if native is None else native.shape[-1]
         return mx.pad(mask, [(0, 0), (0, shown - written)])
 

@@ -3,12 +3,12 @@
 Two other libraries compute masks too: xgrammar, which needs torch, and outlines-core,
 which takes regular expressions only. llguidance has no dependencies, takes recursive
 grammars, copies a matcher in about a microsecond, however long the text, and reads the
-tokenizers of transformers. The extra `grammar` installs it. It has wheels for macOS and
-Linux, x86-64 and arm64, and every Python from 3.9 on.
+tokenizers of transformers. The extra `grammar` installs llguidance. It has wheels for
+macOS and Linux, x86-64 and arm64, and every Python from 3.9 on.
 
-A grammar sees the text of the tokens alone, so any split of a text into tokens is
-allowed. The masks of this module never allow an end-of-text id: the caller allows it
-where `may_end` is True.
+A grammar sees only the text of the tokens, not their ids, so any split of a text into
+tokens is allowed. The masks of this module never allow an end-of-text id: the caller
+allows such an id where `may_end` is True.
 """
 
 import json
@@ -42,7 +42,7 @@ COMPACT = {"whitespace_flexible": False}
 class Vocabulary:
     """The vocabulary of a tokenizer in llguidance's form."""
 
-    tokens: "LLTokenizer"  # all tokens, and an added one for the end of a text
+    tokens: "LLTokenizer"  # all tokens, and an added token for the end of a text
     end: int  # the id of the added token, which is the largest id
 
 
@@ -297,7 +297,7 @@ def unusable(reason: str, grammar: str, kind: str = "grammar") -> InvalidRequest
 
 
 def not_enforced(warnings: str, kind: str = "grammar") -> InvalidRequestError:
-    """Return the error for a grammar that llguidance would enforce in part only."""
+    """Return the error for a grammar that llguidance would enforce only in part."""
     return InvalidRequestError(
         f"A part of the {kind} would not be enforced: {warnings}. Leave it out, and "
         "check it afterwards."

@@ -1,7 +1,7 @@
 """Masks of the token ids that a constraint allows in rows of logits.
 
 A mask depends on the tokens before its row. Drafted tokens are on the device, so the
-host has to read them. It reads them while the device computes the row's logits. These
+host has to read them, which it does while the device computes the row's logits. Such
 reads are counted.
 """
 
@@ -41,13 +41,13 @@ class Masks:
     ) -> Rows:
         """Return the rows of a drafter with their masks.
 
-        A drafter may have logits for some ids only. If all allowed ids of a row are
-        missing, the row allows all ids: its probabilities stay valid, and the target
-        rejects the drafted token.
+        A drafter may have logits for some ids only. If it has logits for none of a
+        row's allowed ids, the row allows all ids: its probabilities stay valid, and the
+        target rejects the drafted token.
 
         Args:
-            logits: [rows, vocab], or [rows, n] with `ids`. They are submitted before
-                drafted tokens are read.
+            logits: [rows, vocab], or [rows, n] with `ids`. Their computation is
+                submitted before drafted tokens are read.
             rows: the tokens before each row.
             ids: uint32 [n], the token ids of the columns.
         """

@@ -1,16 +1,16 @@
 """One generation under a constraint: masks for rows of logits, and commits.
 
-A path is a list of token ids that follow the committed text, and leads to a place in
-the text. The place of a path is computed once in a round, for the draft, the verify
-rows and the commit. A tree of drafts has a path for each node.
+A path is a list of token ids that follow the committed text. It leads to a place in the
+text. A path's place is computed once in a round, for the draft, the verify rows and the
+commit. A tree of drafts has a path for each node.
 
     committed text ends in place s, drafted d_1 d_2 d_3, d_3 not allowed after d_2
     row 0   allowed in s                     row 2   allowed after d_1 d_2
     row 1   allowed after d_1                row 3   any id: d_3 is never accepted
 
 A text ends in one of two ways. At places where it may end, end-of-text ids are allowed,
-and one may be chosen. If it may end and no token may follow, the text is complete: it
-ends with its last token, and no end-of-text id is chosen.
+and one may be chosen. If a text may end and no token may follow, the text is complete:
+it ends with its last token, and no end-of-text id is chosen.
 """
 
 from collections.abc import Collection, Sequence
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """The part of a round's emitted tokens that the constraint lets stay."""
+    """The number of a round's emitted tokens that the constraint lets stay."""
 
     keep: int  # how many tokens stay
     complete: bool  # whether the text is complete after the last of them
@@ -99,7 +99,7 @@ class Constrained:
     def place(self, path: Sequence[int]) -> Place | None:
         """Return the place after these tokens.
 
-        None: one of them is not allowed, or is an end-of-text id.
+        None: one of the tokens is not allowed, or is an end-of-text id.
         """
         key = tuple(path)
         if key not in self._places:
@@ -125,9 +125,9 @@ class Constrained:
     def masks(self, ahead: Sequence[int], count: int) -> mx.array:
         """Return the masks of rows that follow the last `count` prefixes of `ahead`.
 
-        A row from which no token can be emitted allows every id. It follows a token
-        that the constraint does not allow, which is never accepted, or stands where no
-        token may come next, where `follow` cuts.
+        A row from which no token can be emitted allows every id. Such a row follows a
+        token that the constraint does not allow (it is never accepted), or comes where
+        no token may follow (`follow` cuts the text there).
 
         Args:
             ahead: token ids after the committed text, drafted or chosen.
@@ -147,8 +147,8 @@ class Constrained:
     def follow(self, emitted: Sequence[int]) -> Followed:
         """Return how many of a round's tokens stay.
 
-        They are cut after the first token that no token may follow. The committed text
-        does not change.
+        The tokens are cut after the first one that no token may follow. The committed
+        text does not change.
 
         Raises:
             ConstraintError: a token is not allowed.

@@ -2,8 +2,8 @@
 
 mlx-lm filters log-probabilities. They differ from logits by one number per row, which
 changes a filter's result by rounding only. Given log-probabilities, these filters have
-mlx-lm's result to the last bit (but see `top_p`). Logits save a pass over the
-vocabulary.
+mlx-lm's result to the last bit (but see `top_p`). Filtering logits instead saves a pass
+over the vocabulary.
 
 A row has the same result to the last bit whether it is filtered alone, with other rows
 or with padding. So ties are broken by id, where mlx-lm leaves them to a partition, and
@@ -79,8 +79,9 @@ def xtc(
 ) -> mx.array:
     """Of the tokens more probable than the threshold, keep the least probable only.
 
-    "Exclude top choices" as mlx-lm defines it: probabilities are among the tokens that
-    earlier filters have left. mlx-lm has one coin for all rows; here each row has one.
+    "Exclude top choices" as mlx-lm defines it: probabilities are normalized over the
+    tokens that earlier filters have left. mlx-lm has one coin for all rows; here each
+    row has its own.
 
     Args:
         logits: float32 [..., vocab].

@@ -58,7 +58,7 @@ class Penalties:
 
 
 def repetition(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
-    """Multiply negative logits of earlier tokens, and divide their other logits.
+    """Multiply earlier tokens' logits by the penalty if negative, else divide them.
 
     Keskar et al., "CTRL" (2019), section 4.1, but sign-dependent as in mlx-lm.
     """

@@ -1,4 +1,4 @@
-"""Logits processors over the rows of a verify, with the results of plain decoding.
+"""Logits processors for the rows of a verify, with the results of plain decoding.
 
 A processor of mlx-lm is a callable (tokens [n], logits [1, vocab]) -> logits. Plain
 decoding calls it once per token. A verify has a row for every drafted token, and many
@@ -47,8 +47,8 @@ class Processors:
         processors.keep(emitted)                      # the number of emitted tokens
         processors.restore(before)                    # instead, if the round has failed
 
-    A plain step has one row, which stays, so it needs no `keep`. If `parallel` is
-    False, steps use `serial` too, after the host has read the token before them.
+    A plain step has one row, whose token is always emitted, so it needs no `keep`. If
+    `parallel` is False, steps use `serial` too, after the host has read the last token.
 
     Args:
         sampling: the request's options.

@@ -13,9 +13,9 @@ the edge, and that half is split again:
     2048 upper ones  the upper 1024 have 0.88, so the edge is in the lower 1024
     1024 lower ones  are sorted and added up one by one
 
-All shapes are known beforehand, so the host reads nothing. The work is that of two
-partitions of the vocabulary, and a few small operations for each halving. On a GPU mlx
-partitions by sorting, so all tokens are sorted once instead; the edge is the same.
+All shapes are known beforehand, so the host reads nothing. The cost is that of two
+partitions of the vocabulary, and a few small operations for each halving. On a GPU, mlx
+partitions by sorting, so there all tokens are sorted once; the edge is the same.
 
 Top-p including softmax, shortest of many runs on a Linux CPU, in ms:
 

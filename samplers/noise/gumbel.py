@@ -63,9 +63,9 @@ def position_keys(key: mx.array, positions: mx.array) -> mx.array:
 class GumbelNoise:
     """The noise of one purpose and seed, drawn for a block of positions at once.
 
-    The values are those of `gumbel`. A draw has a dozen small operations, which slow
+    The values are those of `gumbel`. A draw takes a dozen small operations, which slow
     down a small model. With blocks most steps only take a slice, and draft and target
-    share the block. At most two blocks are held, 8 MiB.
+    share the block. At most two blocks are held: 8 MiB.
 
     Args:
         key: uint32 [2], from `stream_key`.

@@ -6,8 +6,8 @@ round would get the same draw there again. Block verification accepts or rejects
 draws that it discards, so the generated text would be biased.
 
 A key has two words: the start of the round, XORed with the first word of the stream's
-key, and the position, XORed with the second. So each pair (start, position) has a key
-of its own. Added into one word they would not: (3, 5) and (4, 4) have the same sum.
+key, and the position, XORed with the second. So each pair (start, position) has its own
+key. A sum in one word would not do: (3, 5) and (4, 4) have the same sum.
 """
 
 from collections.abc import Callable

@@ -6,13 +6,13 @@ the drafted tokens, and uniform coins from [0, 1). All functions are lazy, read 
 on the host, and keep the dtype of the probabilities: float32 in a round, float64 in
 tests that enumerate all outcomes.
 
-`draft_probs` must be exactly the distributions that the tokens were drawn from, after
-the draft's own temperature and filters. None: the tokens were chosen without noise.
+`draft_probs` must be exactly the distributions that the tokens were drawn from: those
+after the draft's temperature and filters. None: the tokens were chosen without noise.
 
 Rows of a batch may have drafts of unequal length. After the end of a draft, rows of
 `draft_probs` are all zeros; without `draft_probs` the drafted id is -1. Such padding is
-never accepted; if all tokens before it are, the next token has the target's own
-distribution. The decision to end a draft may depend on the tokens before and on the
+never accepted. If all tokens before it are accepted, the next token has the target's
+own distribution. The decision to end a draft may depend on the earlier tokens and the
 distribution of the next token, but not on the next token itself.
 """
 

@@ -8,9 +8,9 @@ p - q. Leviathan et al., "Fast Inference from Transformers via Speculative Decod
 
 Block verification throws a coin for every prefix of the draft, and accepts the longest
 prefix whose coin passes. On average it accepts at least as many tokens as token-wise
-rejection. It gives the same result, at a higher cost, if k is 1, if the draft was
-chosen without noise, and at temperature 0. Sun et al., "Block Verification Accelerates
-Speculative Decoding", ICLR 2025, algorithm 2.
+rejection. If k is 1, if the draft was chosen without noise, or at temperature 0, both
+rules give the same result, and rejection costs less. Sun et al., "Block Verification
+Accelerates Speculative Decoding", ICLR 2025, algorithm 2.
 
 The draws of block verification must be keyed by round as well as by position
 (`samplers.noise.round_keys`): the number of accepted tokens depends on the coins and
