@@ -14,7 +14,8 @@
     batch_runner    runs jobs as rows of a `BatchGenerator`
     schemas/        JSON schemas, compiled in processes with limits
 
-HTTP and threads are known here only, and not in the engine. `Server` imports mlx.
+Only this package depends on HTTP and threads; the engine does not. `Server` imports
+mlx.
 """
 
 from typing import TYPE_CHECKING

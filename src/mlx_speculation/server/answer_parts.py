@@ -1,10 +1,11 @@
-"""Answers as text, reasoning and tool calls: functions on text, for any API.
+"""Division of an answer's text into content, reasoning and tool calls, for any API.
 
     parser = AnswerParser(marks, read=partial(read_calls, parser=tokenizer.tool_parser))
     parser.feed(text)       # the parts that a piece of the text adds, in order
     parser.end()            # the parts of text that was held back as a possible mark
 
-Text between the marks of a tool call is content, marks included, if it is no call.
+If the text between the marks of a tool call is not a call, it is content, as are these
+marks.
 """
 
 import json
@@ -64,11 +65,11 @@ class AnswerParser:
     def __init__(
         self,
         marks: Marks | None,  # None: all text is content
-        state: str = NORMAL,  # in which the answer begins
+        state: str = NORMAL,  # the state in which the answer begins
         *,
-        # Returns the calls of a text between marks; None: it is no call
+        # Returns the calls of a text between marks; None: the text is no call
         read: Callable[[str], list[ToolCall] | None],
-        most_calls: int | None = None,  # further ones are dropped; None: all are kept
+        most_calls: int | None = None,  # drop further calls; None: keep all
     ) -> None:
         self._marks, self._name = marks, state
         self._state = None if marks is None else marks.machine.make_state(state)
@@ -125,7 +126,7 @@ class AnswerParser:
         self._name = name
 
     def _close(self, mark: str, parts: list[Part]) -> None:
-        """Add the calls that end here, or their text if it cannot be read."""
+        """Add the calls before `mark`; if their text cannot be read, add that text."""
         calls = self._read(self._tool)
         if calls is None:
             parts.append(Text(self._opened + self._tool + mark))
@@ -154,7 +155,7 @@ def read_calls(
     parser: Callable[[str, Any], Any] | None,  # of mlx-lm's tokenizer
     tools: Sequence[dict[str, Any]] | None = None,  # those of the request
 ) -> list[ToolCall] | None:
-    """Return the tool calls of a text between marks; None: it is no call."""
+    """Return the tool calls of a text between marks; None: the text is no call."""
     if parser is None:
         return None
     offered = {tool["function"]["name"] for tool in tools or ()}
@@ -165,7 +166,7 @@ def read_calls(
     except Exception as error:  # models write anything, and parsers may raise any error
         LOG.warning("a tool call cannot be read: %s", type(error).__name__)
         return None
-    # Some parsers invent a name for what they cannot read, or take whatever is first.
+    # For text that they cannot read, some parsers invent a name or take its beginning.
     named = [
         call.name in offered or (call.name in text and _NAME.fullmatch(call.name))
         for call in calls
@@ -174,7 +175,7 @@ def read_calls(
 
 
 def _call(parsed: Any) -> ToolCall:
-    """Return a parser's result as a `ToolCall`; raises `ValueError` if it is none."""
+    """Return a parser's result as a `ToolCall`; or raise `ValueError`."""
     name = parsed.get("name") if isinstance(parsed, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError("it has no name")

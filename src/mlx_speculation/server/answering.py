@@ -48,7 +48,7 @@ Check = Callable[[], None]  # raises if the client has left, or the engine is go
 POLL_SECONDS = 0.1
 # Seconds of silence after which a stream sends a keep-alive.
 KEEP_ALIVE_SECONDS = 5.0
-# Largest share of thinking in the max_tokens of a text that has to fit a schema.
+# Largest share of max_tokens for thinking, if the text has to fit a schema.
 THINKING_SHARE = 0.5
 
 
@@ -100,7 +100,7 @@ class Answering:
             return await in_thread(counted, check)
 
     def _watching(self, http: Request, stack: ExitStack) -> Check:
-        """Watch the client of a request, whose body was read, until the stack ends."""
+        """Watch a client whose request was read, until `stack` is closed."""
 
         async def left() -> None:
             while (await http.receive())["type"] != "http.disconnect":
@@ -119,7 +119,7 @@ class Answering:
     async def _submitted(
         self, request: GenerationRequest, check: Check, stack: ExitStack
     ) -> Job:
-        """Prepare and submit one text; the end of the stack cancels it."""
+        """Prepare and submit one text; closing `stack` cancels the text."""
         job = Job(request, self._settings.limits.seconds)
         self._worker.take()
         stack.callback(job.cancel)
@@ -176,7 +176,7 @@ class Answering:
 
             inner = worker.schemas.compile(wanted, tokenizer, check)
             stack.callback(inner.close)
-            if job.cancelled:  # the stack may have been closed before this callback
+            if job.cancelled:  # the stack may have been closed without this callback
                 inner.close()
         if state != REASONING:
             return inner
@@ -211,7 +211,7 @@ class Answering:
     async def _stream(
         self, face: Face, jobs: Sequence[Job], check: Check
     ) -> AsyncIterator[bytes]:
-        """Yield the events of a stream, with keep-alives and an error if it fails."""
+        """Yield a stream's events, keep-alives, and an error if the stream fails."""
         sent = time.monotonic()
         endings: list[Ending] = []
         try:
@@ -243,7 +243,7 @@ class Answering:
     async def _events(
         self, job: Job, face: Face, choice: int, check: Check
     ) -> AsyncIterator[Ending | int | tuple[list[Part], tuple[Token, ...]]]:
-        """Yield the prompt tokens read, parts and end of a text; 0: nothing new."""
+        """Yield counts of read prompt tokens, parts, and the ending; 0: nothing new."""
         parser, reasoning, called = job.parser, 0, False
         while True:
             event = await job.next(POLL_SECONDS, check)
@@ -262,7 +262,7 @@ class Answering:
             if event.result is None:
                 continue
             most, result = job.request.options.get("max_tokens"), event.result
-            # Several texts count their prompt once, since only the first one reads it.
+            # Texts of one prompt count it once, since only the first text reads it.
             again = choice % face.request.count > 0
             yield Ending(
                 result=result,
@@ -275,7 +275,7 @@ class Answering:
             return
 
     def _stop_text(self, job: Job, tokens: list[int]) -> str | None:
-        """Return the stop text that has ended a text; None: none has."""
+        """Return the stop text that has ended a text; None: no stop text has."""
         stops, tokenizer = job.request.options.get("stop"), self._tokenizer
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
@@ -301,11 +301,11 @@ async def in_thread(act: Callable[[], T], check: Check) -> T:
     """Return the result of a slow call, made in a thread of its own.
 
     Raises:
-        Exception: any error of the call, or of `check` before its end.
+        Exception: any error of the call, or of `check` before the call ends.
     """
     outcome: Future[T] = Future()
     done = asyncio.wrap_future(outcome)
-    # Reads the exception: asyncio would log one that nobody has read.
+    # This reads the exception, since asyncio logs exceptions that nobody has read.
     done.add_done_callback(lambda it: it.exception())
     threading.Thread(target=_run, args=(act, outcome), daemon=True).start()
     while not (await asyncio.wait([done], timeout=POLL_SECONDS))[0]:
@@ -321,7 +321,7 @@ def _run(act: Callable[[], T], outcome: "Future[T]") -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; the stack is closed however they end."""
+    """Server-sent events; the stack is closed, however the stream ends."""
 
     def __init__(self, events: AsyncIterator[bytes], stack: ExitStack) -> None:
         super().__init__(
@@ -332,7 +332,7 @@ class EventStream(StreamingResponse):
         self._events, self._stack = events, stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events. The client is watched already, instead of by Starlette."""
+        """Send the events. `_watching` watches the client, so Starlette need not."""
         with self._stack:
             async with aclosing(self._events):  # type: ignore[type-var]
                 await self.stream_response(send)

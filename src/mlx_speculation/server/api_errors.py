@@ -1,4 +1,4 @@
-"""Errors: a status and a JSON object, in OpenAI's form or in that of the Messages API.
+"""Errors: a status and a JSON object, in the form of OpenAI or of the Messages API.
 
 {"error": {"message": "...", "type": "invalid_request_error",
            "param": "temperature", "code": null}}
@@ -72,7 +72,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers about retries; the openai package reads both kinds."""
+        """A header about retries, in a form that the openai package reads."""
         if self.retry is None:
             return {}
         return {"Retry-After": "1"} if self.retry else {"x-should-retry": "false"}
@@ -108,8 +108,9 @@ def late(seconds: float, *, began: bool) -> ApiError:
 def as_api_error(error: BaseException) -> ApiError:
     """Return the error that a client gets for an exception.
 
-    If the request is not at fault, the client gets the type of the exception only:
-    messages of other libraries may hold paths of this machine. They are logged.
+    If the request is not at fault, the client only gets the type of the exception,
+    because messages of other libraries may hold paths of this machine; these messages
+    are logged.
     """
     if isinstance(error, ApiError):
         return error

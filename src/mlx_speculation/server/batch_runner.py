@@ -1,4 +1,4 @@
-"""Requests that one generator serves: jobs become rows, and get pieces of text."""
+"""Decoding of jobs with one generator: jobs become rows, and get pieces of text."""
 
 import logging
 import sys
@@ -40,13 +40,13 @@ class Rows:
         self._settings, self._metrics, self._done = settings, metrics, done
         length = settings.limits.model_len or generator.context_length or sys.maxsize
         self._positions = position_table(generator.model) or sys.maxsize
-        # The maximum number of tokens of a prompt and its text
+        # The maximum number of tokens of a prompt and its text together
         self.longest = min(length, self._positions)
         members = () if generator.draft is None else generator.draft.members()
         # Whether a lookup is among the drafters; no other drafter uses a prediction.
         self._predicts = any(each.free for each in members)
         self._kv = settings.kv.limits()
-        limited(generator.model, sys.maxsize, **self._kv)  # raises before a request
+        limited(generator.model, sys.maxsize, **self._kv)  # raises before any request
         self._batch = BatchGenerator(generator, max_rows=settings.max_rows)
         self._jobs: dict[int, Job] = {}
 
@@ -92,7 +92,7 @@ class Rows:
     def round(self) -> None:
         """Remove cancelled and late requests, and run a round of the rest.
 
-        If that raises, all requests get the error, and a new batch is made.
+        An error ends all requests, which get that error, and a new batch is made.
         """
         try:
             for uid, job in tuple(self._jobs.items()):

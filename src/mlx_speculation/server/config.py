@@ -30,7 +30,7 @@ class Limits:
         "prompt-tokens",
         0,
     )
-    # 0: the length in the model's config, if it has one.
+    # 0: the length in the model's config, if the config has one.
     model_len: int = _limit(
         0,
         "Maximum length of prompt and text; 0: what the model is made for.",
@@ -114,12 +114,12 @@ class Settings:
     # Names of the model: requests may use any of them, and answers show the first
     names: tuple[str, ...]
     draft: str | None = None  # name of the draft; None: no drafting
-    api_key: str | None = None  # that clients have to send; None: no key is needed
+    api_key: str | None = None  # the key of clients; None: no key is needed
     # Origins of web pages that may use the server; "*": all
     allowed_origins: tuple[str, ...] = ()
-    max_rows: int = 32  # most requests decoded together
-    # Most tokens of a chunk of a prompt; one chunk is read between two rounds. None:
-    # 2048, or 256 on a CPU
+    max_rows: int = 32  # the maximum number of requests decoded together
+    # The maximum number of tokens of a prompt chunk; one chunk is read between two
+    # rounds. None: 2048, or 256 on a CPU
     prefill_step: int | None = None
     # Keywords for every chat template
     chat_template_args: dict[str, Any] = field(default_factory=dict)
@@ -128,8 +128,8 @@ class Settings:
     # Requests may name image files under this folder; None: no files
     image_folder: Path | None = None
     fetch_images: bool = False  # whether requests may name images by URL
-    fetch_private: bool = False  # also at addresses that are not public
-    reads_images: bool = True  # whether the model does; set by `Answering`
+    fetch_private: bool = False  # whether such URLs may be at private addresses
+    reads_images: bool = True  # whether the model reads images; set by `Answering`
     # Limits of the key-value caches; a request with such limits runs alone
     kv: KvLimits = field(default_factory=KvLimits)
 

@@ -1,7 +1,7 @@
 """The engine's thread: loads the models, takes requests, and runs rounds of them.
 
-All of mlx runs in this thread, loading included: an array that is not computed yet
-cannot be computed by another thread than the one that made it.
+All of mlx runs in this thread, loading included: an array that is not computed yet can
+only be computed by the thread that made it.
 """
 
 import atexit
@@ -48,7 +48,8 @@ MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 class Worker:
     """The engine of a server, with rows for each draft and mode that requests ask for.
 
-    Any thread may use `main` and the template; the rest of the rows is the engine's.
+    Any thread may use `main` and the template; only the engine's thread may use other
+    rows.
     """
 
     template: ChatTemplate  # set when the models are loaded
@@ -85,11 +86,11 @@ class Worker:
         self._lock = threading.Lock()
         self._closed: str | None = None
         self.schemas = SchemaCompilers(settings.limits)
-        self.loaded: Future[None] = Future()  # or the error of loading
+        self.loaded: Future[None] = Future()  # done once loaded, or has the error
         self._stop = False
-        self._failed = False  # or it hangs, and no call waits for it
+        self._failed = False  # True also if the thread hangs at its end
         atexit.register(self.end, EXIT_SECONDS)
-        # A daemon: Python would wait for others before it calls `end`.
+        # A daemon thread: Python waits for all other threads before it calls `end`.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -125,7 +126,7 @@ class Worker:
         self._closed = why
 
     def take(self) -> None:
-        """Count a new request, which the caller has to `submit`, or to end by `done`.
+        """Count a new request, for which the caller has to call `submit` or `done`.
 
         Raises:
             ApiError: there are too many requests, or the engine does not run.
@@ -149,7 +150,7 @@ class Worker:
         self._arrived.put(job)
 
     def done(self) -> None:
-        """Count a request no more: it has ended, or is not submitted after `take`."""
+        """Stop counting a request that has ended, or is not submitted after `take`."""
         with self._lock:
             self.taken -= 1
 
@@ -161,11 +162,11 @@ class Worker:
     def end(self, seconds: float) -> bool:
         """Ask the thread to end, and return whether it has.
 
-        When a Python thread has ended, mlx still frees its data of that thread, and
-        takes the interpreter's lock for this. A process that exits meanwhile aborts, so
-        on Linux this waits for the end of the system's thread.
+        After a Python thread has ended, mlx frees its data of that thread, and takes
+        the interpreter's lock for this. A process that exits meanwhile aborts, so on
+        Linux this method waits for the end of the system's thread.
         """
-        self.schemas.close()  # the thread may wait for a mask
+        self.schemas.close()  # the thread may be waiting for a mask
         self._stop = True
         atexit.unregister(self.end)
         thread, until = self._thread, time.monotonic() + seconds
@@ -201,7 +202,8 @@ class Worker:
     def _admit(self) -> None:
         """Insert the next request; wait for one if no request runs.
 
-        At most one before each round, so that running requests do not wait for many.
+        At most one request is inserted before each round, so that running requests do
+        not wait for many.
         """
         wait = 0.0 if any(map(len, self._rows.values())) else IDLE_SECONDS
         while True:
@@ -225,7 +227,7 @@ class Worker:
         draft, chat = request.draft, request.chat
         if draft is None and request.options.get("prediction") and main.draft is None:
             draft = "lookup"
-        # In exact mode every generator is.
+        # If the main generator is in exact mode, all generators are.
         key = draft, request.exact and main.exact is None
         if key not in self._rows:
             self._rows[key] = self._rows_of(_beside(main, *key, self._prefixes))
@@ -266,8 +268,8 @@ def _beside(
 ) -> SpeculativeGenerator:
     """Return a generator of the same target, with another draft or mode.
 
-    It shares the prefix cache, unless the cache also holds caches of a draft model, or
-    this is exact mode: forwards of another shape have computed what the cache holds.
+    It shares the prefix cache, unless that cache also holds caches of a draft model, or
+    the new generator is in exact mode: forwards of other shapes have filled that cache.
 
     Raises:
         ApiError: the target cannot be decoded in exact mode.

@@ -1,8 +1,8 @@
 """HTTP connections: uvicorn's protocol on h11, with deadlines and a maximum number.
 
 uvicorn waits for ever for the head and body of a request, and for a client to read its
-answer. Here a request has `Limits.read_seconds` to arrive, and a client as long to read
-each piece of its answer. Paths and JSON are not known here.
+answer. Here a request has to arrive within `Limits.read_seconds`, and a client has the
+same time to read each piece of its answer. This module handles neither paths nor JSON.
 """
 
 import asyncio

@@ -36,9 +36,9 @@ class Token:
     """A token of an answer, or one that could stand in its place."""
 
     id: int
-    text: str  # after the tokens before it
+    text: str  # the text that it adds to that of the tokens before it
     logprob: float  # the natural logarithm of its probability
-    top: tuple["Token", ...] = ()  # the most probable ones in its place
+    top: tuple["Token", ...] = ()  # the most probable tokens in its place
     start: int = 0  # number of characters of the text before it
 
 
@@ -46,8 +46,8 @@ class Token:
 class Piece:
     """Text of one round."""
 
-    texts: tuple[str, ...]  # of each token, each may be empty
-    tokens: tuple[Token, ...] = ()  # all of them, if their probabilities were asked for
+    texts: tuple[str, ...]  # one for each token; a text may be empty
+    tokens: tuple[Token, ...] = ()  # all tokens, if probabilities were asked for
     result: "Result | None" = None  # of the whole text, in the last piece
 
 
@@ -57,12 +57,12 @@ Event = int | Piece
 class Job:
     """One text, which has to be complete within `seconds`."""
 
-    parser: "AnswerParser"  # divides the answer, once the prompt is known
+    parser: "AnswerParser"  # divides the answer; set once the prompt is known
     texts: Any = None  # `TokenTexts`, if probabilities are asked for
 
     def __init__(self, request: GenerationRequest, seconds: float) -> None:
         self.request = request
-        self.prompt: list[int] = []  # token ids; the engine reads prompts with images
+        self.prompt: list[int] = []  # token ids; the engine makes prompts with images
         self.constraint: Constraint | None = None
         self.arrived = time.monotonic()
         self.deadline = self.arrived + seconds
@@ -99,7 +99,7 @@ class Job:
 
         Raises:
             ApiError: the request has ended, or the engine does not answer.
-            Exception: any error that `check` raises, as waiting is of no use.
+            Exception: any error of `check`; it means that waiting is of no use.
         """
         try:
             check()

@@ -1,4 +1,4 @@
-"""Prometheus metrics. Those that vLLM also has are named as in vLLM."""
+"""Prometheus metrics. Metrics that vLLM also has are named as in vLLM."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -88,7 +88,7 @@ class Metrics:
         return made
 
     def add(self, name: str, *label: str | int, count: int = 1) -> None:
-        """Add to a counter, one with a label by the value of that."""
+        """Add to a counter; `label` is the value of its label, if it has one."""
         counter = self._counts[name]
         (counter.labels(self._model, *label) if label else counter).inc(count)
 

@@ -58,12 +58,12 @@ class Gate:
 
 
 def check_framing(scope: Scope) -> None:
-    """Refuse ambiguous framing, a large head, and HTTP versions but 1.0 and 1.1.
+    """Refuse ambiguous framing, a large head, and versions except 1.0 and 1.1.
 
-    If a proxy sees the end of a request elsewhere than this server, a part of one
-    client's body is taken for the next client's request. h11 has already refused
-    malformed headers, and lengths that are no numbers or differ. But h11 accepts a
-    length beside Transfer-Encoding, and ignores the length.
+    If a proxy and this server disagree on where a request ends, a part of one client's
+    body is taken for the next client's request. h11 has already refused malformed
+    headers, lengths that are not numbers, and lengths that contradict each other. But
+    h11 accepts a length beside Transfer-Encoding, and ignores the length.
     """
     names = [name for name, _ in scope["headers"]]
     if b"transfer-encoding" in names and b"content-length" in names:
@@ -83,7 +83,7 @@ def check_framing(scope: Scope) -> None:
 
 
 def check_permission(headers: Headers, path: str, settings: Settings) -> None:
-    """Refuse web pages of origins not allowed, and clients without the key."""
+    """Refuse web pages of disallowed origins, and clients without the API key."""
     origin, allowed = headers.get("origin"), settings.allowed_origins
     if origin is not None and "*" not in allowed and origin not in allowed:
         raise ApiError(
@@ -96,7 +96,7 @@ def check_permission(headers: Headers, path: str, settings: Settings) -> None:
         return
     kind, _, shown = headers.get("authorization", "").partition(" ")
     keys = [headers.get("x-api-key", ""), shown if kind.lower() == "bearer" else ""]
-    # Headers are Latin-1. Both keys are compared, so that the time reveals nothing.
+    # Headers are Latin-1. Both keys are always compared, so the time reveals nothing.
     wanted = settings.api_key.strip().encode()
     given = [key.strip().encode("latin-1", "replace") for key in keys]
     if not sum(hmac.compare_digest(key, wanted) for key in given):
@@ -109,7 +109,7 @@ def check_permission(headers: Headers, path: str, settings: Settings) -> None:
 
 
 def check_size(headers: Headers, most: int) -> None:
-    """Refuse a body without a length, or with a larger one than `most` bytes."""
+    """Refuse a body whose length is missing or larger than `most` bytes."""
     given = headers.get("content-length")
     if given is None:
         raise ApiError(411, "Content-Length is missing, and has to be sent.")

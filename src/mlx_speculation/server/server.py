@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("mlx_speculation.server")
 POLL_SECONDS = 0.02
-# Time for the current round or prompt chunk to end; then for clients to read.
+# Time for the current round or prompt chunk to end; then for clients to read answers.
 ENGINE_SECONDS, PARTING_SECONDS = 5.0, 2.0
 
 
@@ -102,7 +102,7 @@ class Server:
             time.sleep(POLL_SECONDS)
 
     def stop(self, grace: float = 0.0) -> bool:
-        """Refuse new requests, and end. A second call does nothing.
+        """Refuse new requests, and stop the server. A second call does nothing.
 
         Args:
             grace: seconds for running requests to end. Those that have not ended by
@@ -110,7 +110,7 @@ class Server:
 
         Returns:
             Whether the engine has ended. If it hangs, its thread goes on, and mlx may
-            abort this process at its exit.
+            abort this process when the process exits.
         """
         if self._engine_ended is not None:
             return self._engine_ended

@@ -5,7 +5,7 @@ decoding. In sampled text the probability of acceptance counts instead: sum_v mi
 of target P and draft q, given the recorded tokens before the draft.
 
     position d   the share of slots in which drafts 1 to d are all accepted
-    length       the mean tokens of a round of `ROUND` drafts, the bonus token included
+    length       the mean number of tokens that a round of `ROUND` drafts emits
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,8 +32,8 @@ class Acceptance:
     """Acceptance of drafts.
 
     Attributes:
-        positions: by depth, the share of slots that accept this draft and all before.
-        length: mean tokens of a round of `ROUND` drafts.
+        positions: by depth, the share of slots whose drafts up to it are all accepted.
+        length: mean number of tokens that a round of `ROUND` drafts emits.
         rounds: the number of rounds or slots that were averaged.
     """
 
@@ -54,7 +54,7 @@ def check_acceptance(
         trainee: the drafter.
         target: the model that wrote the text.
         dialogues: held-out dialogues.
-        longest: tokens after which a dialogue is cut.
+        longest: the number of tokens after which a dialogue is cut.
 
     Returns:
         The acceptance under "greedy" and "sampled"; a kind without slots is left out.
@@ -68,7 +68,7 @@ def check_acceptance(
         temperature = group[0].temperature
         shares = _shares(trainee, target, group, depths, longest)
         for dialogue, share in zip(group, shares, strict=True):
-            # Slots that draft answer tokens only; the first drafts the second of them.
+            # Only slots that draft answer tokens, from the second token of an answer.
             begin = max(0, int(np.argmax(dialogue.counts)) + 1 - trainee.first)
             length = min(longest, len(dialogue.tokens))
             part = share[begin : max(begin, length - trainee.first - depths + 1)]

@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, and saved states.
 
 The loop ends when all steps are taken, when evaluations no longer improve, when the
-time is up, or at Ctrl-C. After the last two the training can be resumed.
+time is up, or at Ctrl-C. In the last two cases the training can be resumed.
 """
 
 import time
@@ -22,10 +22,10 @@ from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.state import Progress, save_state
 from mlx_speculation.training.step import TrainingStep
 
-_GAIN = 0.002  # the least increase of the mean accepted length that counts
+_GAIN = 0.002  # the smallest increase of the mean accepted length that counts
 _SAVED = 45.0  # seconds after which the state is saved again
-_LOOKED = 10  # the most steps of a chunk; losses are read after each chunk
-_CHUNK = 8.0  # the most seconds of a chunk, unless one step takes longer
+_LOOKED = 10  # the maximum steps of a chunk; losses are read after each chunk
+_CHUNK = 8.0  # the maximum seconds of a chunk, unless one step takes longer
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class TrainingLoop:
     """The steps of one training."""
 
     options: TrainOptions
-    fixed: dict[str, Any]  # those that may not differ in a resumed training
+    fixed: dict[str, Any]  # options that may not differ when it is resumed
     trainee: Trainee
     stepper: TrainingStep  # makes gradients and applies them
     optimizer: optim.Optimizer
@@ -66,7 +66,7 @@ class TrainingLoop:
     between: int  # steps between evaluations
     deadline: float | None  # a time of `time.monotonic`; None: no deadline
     each: float  # seconds of a step; 0: not known yet
-    _steps_took: float = field(default=0.0, init=False)  # a chunk of steps
+    _steps_took: float = field(default=0.0, init=False)  # seconds of the last chunk
     _evaluation_took: float = field(default=0.0, init=False)
 
     def run(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-# The number n of slots, for slots 0 to n - 1, or the slots themselves, int32 [rows, n]
+# Either a number n, meaning slots 0 to n - 1, or the slots themselves, int32 [rows, n]
 Slots = int | mx.array
 
 
@@ -20,7 +20,7 @@ class Teacher(NamedTuple):
     """The target's distribution after each position, [rows, positions, ...]."""
 
     logits: mx.array  # of the draft's ids, [rows, positions, ids]
-    # int32 [rows, positions], the column of the likeliest of all tokens in `logits`; -1
+    # int32 [rows, positions], the column in `logits` of the likeliest of all tokens; -1
     # if that token is not among the draft's ids
     likeliest: mx.array
 
@@ -48,8 +48,8 @@ def distance(
     hold several float32 arrays of the size of the logits.
 
     Args:
-        logits: of the draft, [rows, slots, ids].
-        teacher: of the same slots.
+        logits: the draft's logits, [rows, slots, ids].
+        teacher: the target's distributions at the same slots.
         weights: float32 [rows, slots]; slots of weight 0 do not count.
         hard: the weight of the term of the likeliest token.
     """

@@ -1,8 +1,8 @@
 """Estimate of the memory that a training takes.
 
-It counts the target's weights, four float32 numbers per trained weight (the weight, its
-gradient, two moments), and the arrays that the backward pass of a batch needs. It has
-not been compared with the peak that mlx reports.
+The estimate counts the target's weights, four float32 numbers per trained weight (the
+weight, its gradient, two moments), and the arrays that the backward pass of a batch
+needs. It has not been compared with the peak that mlx reports.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _GB = 1e9
 
 @contextmanager
 def memory_limit(gb: float | None) -> Iterator[None]:
-    """Limit mlx's memory inside the block, and its cache of freed memory to a quarter.
+    """Limit mlx's memory inside the block, and its cache to a quarter of the limit.
 
     Args:
         gb: the limit in 10^9 bytes; None: mlx's limits are not changed.
@@ -57,7 +57,7 @@ def choose_checkpoint(
         model: the target.
         trainee: the drafter.
         config: the target's config.json, or its `text_config`.
-        item: bytes of a number in the forward of the drafter.
+        item: bytes per number in the drafter's forward.
 
     Raises:
         InvalidRequestError: the memory is not enough.

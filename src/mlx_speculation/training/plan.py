@@ -1,7 +1,7 @@
-"""Plan of a training that fits into its minutes.
+"""Plan of a training that fits into a given number of minutes.
 
 Optimizer steps and a few tokens of dialogues are timed on made-up text before any file
-is written. Each phase has a share of the minutes, and sizes are reduced until it fits.
+is written. Each phase has a share of the minutes; sizes are reduced until it is enough.
 If even the smallest training does not fit, the error names the minutes that it needs.
 
     phase       share        what has to fit into the share
@@ -26,7 +26,7 @@ from mlx_speculation.training.options import TrainOptions
 DATA, STEPS, EVALUATION = 0.35, 0.4, 0.06
 LEAST_STEPS = 50
 TRIAL = 0.05  # the share of the time that the next larger timed step may take
-LEAST_DIALOGUES = 8  # in a reduced batch, and held out
+LEAST_DIALOGUES = 8  # minimum in a reduced batch, and of held-out ones
 _NARROWEST = 64  # rows are not reduced to fewer slots
 _DATA_SIZES = ("held_out", "batch", "answer_tokens")  # in the order of reduction
 _STEP_SIZES = ("accumulate", "rows", "slots")
@@ -53,7 +53,7 @@ Sizes = dict[str, Any]  # options by name
 class Rates:
     """Measured times, in seconds."""
 
-    position: float  # of a step, per slot
+    position: float  # for a step, per slot
     token: float  # to write one token of a single dialogue
     tokens: float  # to write one token of each of `batch` dialogues
     batch: int
@@ -76,7 +76,7 @@ class Schedule:
     spent: float = 0.0  # seconds from `began` to the end of timing
 
     def fit(self, options: TrainOptions, rates: Rates) -> Sizes:
-        """Store the rates, and return options to reduce so that the time suffices.
+        """Store the rates; return the options to reduce so that the time suffices.
 
         Raises:
             InvalidRequestError: the minutes are too few for any training.
@@ -92,12 +92,12 @@ class Schedule:
         return self.began + self.spent + (60 * self.minutes - self.spent) * share
 
     def is_over(self, share: float, more: float = 0.0) -> bool:
-        """Return whether a share of the minutes ends before `more` seconds from now."""
+        """Return whether a share of the minutes ends within `more` seconds from now."""
         until = self.deadline(share)
         return until is not None and time.monotonic() + more > until
 
     def running_out(self, share: float) -> Callable[[], bool]:
-        """Return a function to call after each batch: is there no time for another?"""
+        """Return a function to call after each batch; True: no time for another one."""
         last = time.monotonic()
 
         def stop() -> bool:
@@ -108,7 +108,7 @@ class Schedule:
         return stop
 
     def steps(self, seconds: float) -> int:
-        """Return the number of steps that fit, at least 1; a step takes `seconds`."""
+        """Return the number of steps of `seconds` each that fit, at least 1."""
         end = self.deadline(STEPS_END)
         assert end is not None
         return max(1, int(_STEP_SHARE * (end - time.monotonic()) / seconds))
@@ -121,7 +121,7 @@ class Schedule:
     def evaluated(
         self, options: TrainOptions, held_out: Sequence[Dialogue]
     ) -> list[Dialogue]:
-        """Return as many held-out dialogues, half of them greedy, as fit the time."""
+        """Return the held-out dialogues, half of them greedy, that the time allows."""
         chosen = list(held_out[: options.held_out])
         if self.rates is None or self.minutes is None:
             return chosen
@@ -136,16 +136,16 @@ class Schedule:
 def sized(
     options: TrainOptions, rates: Rates, seconds: float, spent: float = 0.0
 ) -> Sizes:
-    """Return options to reduce so that the training fits into `seconds`.
+    """Return the options to reduce so that the training fits into `seconds`.
 
     Args:
         options: the requested options.
-        rates: measured on this machine.
+        rates: the times measured on this machine.
         seconds: the remaining time.
         spent: seconds that loading, compiling and timing have taken.
 
     Raises:
-        InvalidRequestError: not one step fits; names the minutes that are needed.
+        InvalidRequestError: not one step fits; the message names the minutes needed.
     """
     small = _reduced(
         options, _DATA_SIZES, lambda now: data_seconds(now, rates) > DATA * seconds
@@ -178,7 +178,7 @@ def _reduced(
     names: Sequence[str],
     takes_long: Callable[[TrainOptions], bool],
 ) -> TrainOptions:
-    """Return options, those named halved in turn until the time suffices."""
+    """Return options in which the named ones are halved until the time suffices."""
     while takes_long(options):
         # Held-out batches smaller than the others would save little.
         least = _LEAST | {"held_out": max(LEAST_DIALOGUES, 2 * options.batch)}
@@ -206,14 +206,14 @@ def step_seconds(options: TrainOptions, rates: Rates) -> float:
 def position_seconds(
     run: Callable[[int, int], float], rows: int, slots: int, most: float
 ) -> float:
-    """Return the seconds of a step per slot, timed with steps of growing size.
+    """Return the seconds per slot of a step, timed with steps of growing size.
 
     Args:
         run: returns the seconds of a step over rows and slots.
         rows: rows of the full step.
         slots: slots of each row of the full step.
         most: seconds. Timing ends if the next step would take longer than this, or if
-            all steps so far have, as they may include the compilation of new shapes.
+            all steps so far, which may include compilation, took longer together.
     """
     began = time.monotonic()
     shape = (1, min(slots, 2 * _NARROWEST))
@@ -240,6 +240,6 @@ def token_seconds(model: nn.Module, batch: int) -> float:
 
 
 def made_up(width: int, count: int) -> Dialogue:
-    """Return random text of `count` ids below `width`, to time steps on."""
+    """Return random text of `count` ids below `width`, for timing steps."""
     tokens = np.random.default_rng(0).integers(0, width, count).astype(np.uint32)
     return Dialogue(tokens, np.ones(count, np.bool_), False, True, 0.8)

@@ -39,7 +39,7 @@ class Progress:
     losses: list[list[float]] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)  # evaluations, in order
     done: bool = False  # whether the training is complete
-    # Options that were reduced so that the training fits its minutes
+    # Options that were reduced so that the training fits into its minutes
     sized: dict[str, Any] = field(default_factory=dict)
 
 
@@ -52,7 +52,7 @@ def save_state(
 ) -> None:
     """Write the state of a training.
 
-    The name of the file of weights contains the step. state.json names that file and is
+    The name of the weight file contains the step. state.json names that file and is
     replaced atomically, so the two always belong together.
     """
     weights = module.trainable_parameters()

@@ -18,13 +18,13 @@ from mlx_speculation.training.loss import Teacher, at_slots, distance
 from mlx_speculation.training.teacher import TargetModel
 from mlx_speculation.training.unroll import Recorded
 
-HARD = 0.1  # the weight in the loss of the likeliest token's term
-LEAST_RATE = 0.02  # the last learning rate, relative to the highest one
+HARD = 0.1  # the weight of the likeliest token's term in the loss
+LEAST_RATE = 0.02  # the final learning rate, relative to the peak
 LARGEST_NORM = 1.0  # to which gradients are clipped
 
 
 class MatrixDecayAdamW(optim.AdamW):
-    """AdamW with weight decay for matrices, and without for norms and biases."""
+    """AdamW with weight decay for matrices, and without it for norms and biases."""
 
     def apply_single(
         self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]
@@ -84,7 +84,7 @@ class TrainingStep:
         module = self._trainee.module
         parameters = module.trainable_parameters()
         inputs = [each.astype(self._dtype) for each in lesson.inputs]
-        module.train()  # some kernels of a model have no gradients
+        module.train()  # some kernels for inference have no gradients
         loss, gradients = self._gradients(
             parameters, inputs, teacher, tokens, counts, slots
         )

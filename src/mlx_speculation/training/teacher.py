@@ -33,7 +33,7 @@ class TargetModel:
         """Run the target over rows of ids [rows, positions].
 
         Raises:
-            InvalidRequestError: the rows are longer than its table of positions.
+            InvalidRequestError: the rows are longer than the target's position table.
         """
         check_positions(tokens.shape[1], 0, self._positions)
         model, taps = self._model, self._trainee.taps

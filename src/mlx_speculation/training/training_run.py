@@ -169,7 +169,7 @@ class Run:
     folder: Path  # of the target
     model: nn.Module
     tokenizer: Any
-    options: TrainOptions  # made smaller where the time is short
+    options: TrainOptions  # some are reduced if the time is short
     out: Path  # the draft's folder
     reports: Reports
     schedule: Schedule
@@ -211,7 +211,7 @@ class Run:
         write = partial(
             write_record, self.out, self.name, fixed, progress, data, lookup, ended
         )
-        written = write(None)  # now, since measuring may fail or be interrupted
+        written = write(None)  # before measuring, which may fail or be interrupted
         speeds, pairing = None, ""
         trained = ended != "interrupt" and progress.best[1]
         if trained and not self.options.skip_speed:
@@ -221,7 +221,7 @@ class Run:
         return TrainingResult(self.out, ended, written, speeds, pairing)
 
     def _fit(self) -> Sizes:
-        """Return options to reduce so that the training fits into its minutes.
+        """Return the options to reduce so that the training fits into its minutes.
 
         Raises:
             InvalidRequestError: the minutes are too few for any training.
@@ -294,7 +294,7 @@ class Run:
         progress: Progress,
         evaluated: Sequence[Dialogue],
     ) -> TrainingLoop:
-        """Return the loop with the drafter, new or as it was saved."""
+        """Return the loop with the drafter, which is new or as it was saved."""
         options, state = self.options, self.out / RUN
         trainee = make_trainee(
             options, self.model, self.tokenizer, self.folder, learned, progress.ids
@@ -351,7 +351,7 @@ class Run:
         return self.schedule.steps(stepper.seconds(batches) * options.accumulate)
 
     def _stepper(self, trainee: Trainee) -> TrainingStep:
-        """Return the training step, for the memory that there is."""
+        """Return the training step, chosen by the available memory."""
         dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
         checkpoint, needed = choose_checkpoint(
             self.options, self.model, trainee, self._config, dtype.size
@@ -372,7 +372,7 @@ class Run:
         )
 
     def _measured(self, kind: str, dialogues: Dialogues) -> tuple[Speeds | None, str]:
-        """Return the speeds, and name a draft that pays in speculation.json."""
+        """Return the speeds; if the draft pays, name it in speculation.json."""
         speeds, refusal = measured(
             self.model,
             self.tokenizer,

@@ -1,8 +1,8 @@
-"""Unrolling of a head on recorded text, as it drafts ("training-time test" of EAGLE-3).
+"""Unrolling of a head on recorded text as in drafting (EAGLE-3's training-time test).
 
-At depth 0 slot i reads the target's state of position i, and token i + 1. At depth d it
-reads the head's output of slot i at depth d - 1, and token i + 1 + d, at position
-i + d. It attends to the keys that it would see when it drafts:
+At depth 0 slot i reads the target's state of position i, and token i + 1. At depth d
+slot i reads the head's output of slot i at depth d - 1, and token i + 1 + d; its
+position is i + d. The slot attends to the keys that it would see in drafting:
 
     keys of slot i      depth 0: 0 1 .. i
                         depth 1: 0 1 .. i, and i at depth 1
@@ -30,10 +30,10 @@ Read = Callable[[int, mx.array], Made]
 class Recorded:
     """Recorded text to draft from."""
 
-    inputs: list[mx.array]  # the result of `Trainee.read`, for at least all slots
+    inputs: list[mx.array]  # the result of `Trainee.read`, for all slots or more
     tokens: mx.array  # ids [rows, slots + depths + first - 1]
     depths: int  # tokens drafted from each slot
-    # Slots to draft from, int32 [rows, n]; None: all. Only block drafters get some.
+    # Slots to draft from, int32 [rows, n]; None: all, as for all but block drafters.
     slots: mx.array | None = None
     checkpoint: bool = False  # whether the backward pass recomputes each depth
 
@@ -52,7 +52,7 @@ class UnrolledCache:
         past: the layer's keys and values of the earlier depths.
 
     Attributes:
-        newest: those of this depth; None: not written yet.
+        newest: the keys and values of this depth; None: not written yet.
     """
 
     def __init__(self, past: Sequence[KeysValues]) -> None:
@@ -92,8 +92,8 @@ class UnrolledCache:
 class _SplitAttention(llama.Attention):
     """Llama's attention, which skips products that an `UnrolledCache` masks.
 
-    At later depths each slot meets its own key only. At six depths this takes a third
-    of the work of attention with the full mask.
+    Of later depths each slot attends to its own keys only. With six depths this takes a
+    third of the work of attention with the full mask.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -110,7 +110,7 @@ class _SplitAttention(llama.Attention):
 
 
 def attend_split(attention: llama.Attention) -> None:
-    """Make an attention skip masked products; it then takes an `UnrolledCache` only."""
+    """Make an attention skip masked products; it then needs an `UnrolledCache`."""
     assert type(attention) is llama.Attention
     attention.__class__ = _SplitAttention
 
@@ -147,7 +147,7 @@ def _split_attention(
 
 
 def recomputed(module: nn.Module, act: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the inner arrays of which the backward pass starts anew.
+    """Return a function whose inner arrays the backward pass computes again.
 
     Args:
         module: the module whose weights are used.
@@ -179,7 +179,7 @@ def unroll(
         text: the text; a chained head has at least `text.depths` layers. Slot i at
             depth d reads token i + 1 + d.
         read: called with each depth, from 0, and its logits [rows, slots, vocab];
-            returns the part to keep, which must be arrays with `text.checkpoint`.
+            returns the part to keep; with `text.checkpoint` this must be arrays.
 
     Returns:
         The results of `read`, by depth.

@@ -6,6 +6,6 @@
     messages      the Messages API: bodies, blocks, pings
     responses     the Responses API: items in and out, sequence numbers
 
-An invalid body raises an `ApiError` that names the field. Sockets, threads and models
-are not known here.
+An invalid body raises an `ApiError` that names the field. These modules do not depend
+on sockets, threads and models.
 """

@@ -28,7 +28,7 @@ class Ending:
     prompt_tokens: int  # 0 if an earlier text has counted the prompt
     reasoning_tokens: int = 0
     called: bool = False  # whether the text calls a tool
-    # The stop text that has ended the text; None: none has.
+    # The stop text that has ended the text; None: no stop text has.
     stop_text: str | None = None
     # Whether the context had no room for as many tokens as were asked for.
     out_of_room: bool = False
@@ -54,12 +54,12 @@ class WholeText:
     """One text from its beginning to its end."""
 
     parts: list[Part]
-    tokens: list[Token]  # all, if their probabilities were asked for
+    tokens: list[Token]  # all tokens, if their probabilities were asked for
     ending: Ending
 
 
 def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
-    """Return drafting statistics of texts; a draft "auto" is shown as its sources."""
+    """Return drafting statistics of texts, with the sources of a draft "auto"."""
     every = [each.result.stats for each in endings]
     reached = zip_longest(*(each.reached for each in every), fillvalue=0)
     names = ("rounds", "drafts", "drafted", "accepted")
@@ -133,7 +133,7 @@ class BlockFace(Face):
     def __init__(self, request: GenerationRequest, settings: Settings) -> None:
         super().__init__(request, settings)
         self._answer: Block = {}  # the whole answer, once it has ended
-        self._blocks: list[Block] = []  # the complete ones
+        self._blocks: list[Block] = []  # the complete blocks
         self._open: type[Text] | type[Reasoning] | None = None
         self._text = ""  # of the open block
         self._spaces = ""  # white space before a text block
@@ -162,7 +162,7 @@ class BlockFace(Face):
             yield self._delta(text)
 
     def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return the whole answer, as the events of a stream would build it."""
+        """Return the whole answer, as a client would build it from the events."""
         (text,) = texts
         deque(self.parts(0, joined(text.parts), ()), maxlen=0)
         deque(self.end_text(0, text.ending), maxlen=0)

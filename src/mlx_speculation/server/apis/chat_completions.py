@@ -1,4 +1,4 @@
-"""Chat Completions: bodies with the fields that agents add, chunks and messages.
+"""Chat Completions: bodies (with the fields that agents add), chunks and messages.
 
 Unknown fields of messages are ignored: agents send answers back, with fields of their
 own. Unknown fields of the body are refused: see `StrictModel`.
@@ -59,14 +59,14 @@ class Prediction(RequestModel):
 
 
 class CalledFunction(RequestModel):
-    """The function of a tool call in the history, or its custom tool."""
+    """The function, or the custom tool, of a tool call in the history."""
 
     name: str
     arguments: Arguments = Field({})
 
     @classmethod
     def check_names(cls, values: Object) -> None:
-        """Take the text of a custom tool as the argument "input"."""
+        """Take the text for a custom tool as the argument "input"."""
         if "input" in values:
             values["arguments"] = {"input": str(values["input"])}
 
@@ -228,7 +228,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 def _entry(one: Token) -> dict[str, Any]:
     """Return one token, with its id as in mlx-lm's server.
 
-    If its text is a part of a character, its bytes are unknown.
+    If the token's text is a part of a character, the token's bytes are unknown.
     """
     known = BROKEN not in one.text
     return {

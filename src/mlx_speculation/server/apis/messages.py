@@ -1,8 +1,8 @@
 """The Messages API: bodies as coding agents send them, blocks and events.
 
-cache_control    is ignored everywhere: it moves from turn to turn
-billing line     a system block for the client's billing, with values that change with
-                 every request: it is left out
+cache_control    is ignored everywhere, since clients move it from turn to turn
+billing line     a system block for the client's billing; it is left out, since its
+                 values change with every request
 deferred tools   are not in the list of tools for the model, but described where a
                  `tool_reference` names them, so that the tokens of earlier turns stay
                  the same
@@ -106,7 +106,7 @@ class MessagesFace(BlockFace):
         }
 
     def open(self, prompt_tokens: int) -> Iterable[bytes]:
-        """Begin a message; its end gives the number of cached prompt tokens."""
+        """Begin a message; `end_text` sends the number of cached prompt tokens."""
         ending = {"stop_reason": None, "stop_sequence": None}
         usage = {"usage": _usage(prompt_tokens)}
         message = {**self._message, "content": [], **ending, **usage}
@@ -114,7 +114,7 @@ class MessagesFace(BlockFace):
         yield _event("ping")
 
     def keep_alive(self) -> Iterable[bytes]:
-        """Send a ping, and an empty piece of an open block."""
+        """Send a ping, and an empty piece of the open block if there is one."""
         yield _event("ping")
         if self._open is not None:
             yield self._delta("")

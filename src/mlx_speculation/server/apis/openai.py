@@ -26,8 +26,8 @@ from mlx_speculation.server.request.options import (
 )
 from mlx_speculation.server.request.request import GenerationRequest
 
-# Length if neither the request nor --max-tokens gives one: a text has no end of turn at
-# which the model would stop.
+# Length if neither the request nor --max-tokens gives one: unlike an answer, a text has
+# no end of turn at which the model would stop.
 TEXT_LENGTH = 512
 FINGERPRINT = f"mlx-speculation-{__version__}"
 Alternatives = Annotated[int, Field(ge=-1, le=20)]  # -1: none, as in mlx-lm
@@ -59,7 +59,7 @@ class StreamOptions(StrictModel):
 
 
 class ResponseFormat(StrictModel, TextFormat):
-    """The format of a text; a schema is in an object with its name."""
+    """The format of a text; an object holds a schema together with its name."""
 
     where: ClassVar[str] = "response_format."
     advice: ClassVar[str] = "A schema is given as response_format.json_schema.schema."
@@ -138,8 +138,8 @@ class OpenAIFace(Face):
     """Base of chats and completions."""
 
     prefix = ""
-    kinds = fields = ("", "")  # of a whole answer, and of a chunk
-    read: Callable[[Any, Settings], GenerationRequest]  # the request of a body
+    kinds = fields = ("", "")  # for a whole answer, and for a chunk
+    read: Callable[[Any, Settings], GenerationRequest]  # makes the request of a body
 
     def __init__(self, body: OpenAIBody, settings: Settings) -> None:
         super().__init__(type(self).read(body, settings), settings)
@@ -223,7 +223,7 @@ class OpenAIFace(Face):
         cached = sum(each.cached_tokens for each in endings)
         every = [each.result.stats for each in endings]
         drafts: list[Any] = every
-        # Without a prediction, all drafts count as predicted.
+        # If the request has no prediction, all drafted tokens count as predicted.
         if "prediction" in self.request.options:
             drafts = [each.sources.get("prediction", SourceCounts()) for each in every]
         accepted = sum(each.accepted for each in drafts)
@@ -287,7 +287,7 @@ class CompletionFace(OpenAIFace):
 
 
 def _by_text(top: Sequence[Token]) -> dict[str, float]:
-    """Return the log-probability of each text: that of its most probable token."""
+    """Return, for each text, the log-probability of its most probable token."""
     values: dict[str, float] = {}
     for one in top:
         values.setdefault(one.text, one.logprob)

@@ -5,10 +5,10 @@ Kinds of tools:
     namespace   a group of tools, which have flat names in the chat template; an answer
                 gives the namespace and the tool's own name
     custom      a tool that takes a text becomes a function with the argument "input"
-    other kinds are ignored: OpenAI's servers would run them
+    other kinds, which OpenAI's servers would run, are ignored
 
-No response is stored: fields that name an earlier one are refused. All events of an
-item have its id, and the events of a stream are numbered from 0 on.
+No response is stored: fields that name an earlier response are refused. All events of
+an item have the item's id, and the events of a stream are numbered from 0 on.
 """
 
 import json
@@ -49,7 +49,7 @@ from mlx_speculation.server.request.request import GenerationRequest
 from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox, flat
 from mlx_speculation.server.request.transcript import Arguments, Conversation
 
-STATEFUL = {  # fields that refer to stored objects, with the codes of errors
+STATEFUL = {  # fields that refer to stored objects, with their error codes
     "previous_response_id": "previous_response_not_found",
     "conversation": "unsupported_parameter",
     "prompt": "unsupported_parameter",
@@ -88,7 +88,7 @@ class CallItem(RequestModel):
 
     @classmethod
     def check_names(cls, values: Object) -> None:
-        """Take the text of a custom tool as the argument "input"."""
+        """Take the text for a custom tool as the argument "input"."""
         if values.get("type") == "custom_tool_call":
             values["arguments"] = {"input": str(values.get("input", ""))}
 
@@ -198,7 +198,7 @@ def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
                 conversation.system(item.content, where)
             case MessageItem(role="user"):
                 conversation.user(item.content, where)
-                thoughts = []  # drops those of an answer that was cut
+                thoughts = []  # drops the reasoning of an answer that was cut
             case OutputItem():
                 conversation.result(item.call_id, item.output, f"input[{i}].output")
             case ReasoningItem():
@@ -230,7 +230,7 @@ class ResponsesFace(BlockFace):
             yield self._event(name, response=self._response("in_progress"))
 
     def keep_alive(self) -> Iterable[bytes]:
-        """Repeat `in_progress`: clients ignore comments."""
+        """Repeat the event `in_progress`, since clients ignore comments."""
         yield self._event("in_progress", response=self._response("in_progress"))
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
@@ -241,7 +241,7 @@ class ResponsesFace(BlockFace):
         yield self._event(status, response=self._answer)
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        """End with an error, by the code that clients expect."""
+        """End with an error that has the code that clients expect."""
         code = error.code if error.status < 500 else "server_error"
         response = self._response("failed")
         response["error"] = {"code": code or error.type, "message": error.message}

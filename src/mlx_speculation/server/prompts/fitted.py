@@ -3,7 +3,7 @@
 system      its text is put in front of the first user turn
 tools       the system message describes them, and calls and results are texts, in the
             form that models of the Hermes kind were trained on
-neighbours  messages of one role in a row are joined, so that user and model take turns
+neighbours  adjacent messages of one role are joined, so that user and model take turns
 """
 
 import hashlib

@@ -32,7 +32,7 @@ class Traits:
     """Features of a chat template."""
 
     system: bool = True  # renders messages of the role system
-    neighbours: bool = True  # renders two messages of one role in a row
+    neighbours: bool = True  # renders two adjacent messages of one role
     tools: bool = True  # renders descriptions of tools
     calls: bool = True  # renders tool calls, and results of the role tool
     text_arguments: bool = False  # needs arguments of calls as JSON text, not objects

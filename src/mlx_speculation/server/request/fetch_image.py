@@ -2,7 +2,7 @@
 
 A client could make the server ask other machines, so requests are limited:
 
-    URL      http or https, without a user; every address that the host resolves to is
+    URL      http or https, no user name; every address that the host resolves to is
              a public one, unless private ones are allowed; no redirect is followed
     answer   status 200, without compression
     size     bytes, counted while they are read
@@ -46,7 +46,7 @@ def fetch_image(url: str, limits: Limits, *, private: bool = False) -> bytes:
         addresses = _addresses(parts.hostname or "", port, private=private)
         with _socket_to(addresses, port, parts, deadline) as opened:
             result = _body(opened, parts, limits.image_bytes)
-        if time.monotonic() >= deadline:  # cut, which looks like the end of the answer
+        if time.monotonic() >= deadline:  # `_cut` looks like the end of the answer
             raise TimeoutError
         return result
     except (OSError, HTTPException, ValueError) as error:
@@ -115,10 +115,10 @@ def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
 def _socket_to(
     addresses: list[Address], port: int, parts: SplitResult, deadline: float
 ) -> Iterator[socket.socket]:
-    """Open a connection to the first of some addresses that answers.
+    """Open a connection to the first address that answers.
 
-    At the deadline the connection is cut: the timeout of one read would not end a
-    server that sends a byte now and then.
+    At the deadline the connection is cut: the timeout of a single read would never
+    expire if the server sends a byte now and then.
     """
     with ExitStack() as stack:
         opened = stack.enter_context(_connected(addresses, port, deadline))
@@ -160,7 +160,7 @@ def _cut(opened: socket.socket) -> None:
 
 
 def _body(opened: socket.socket, parts: SplitResult, most: int) -> bytes:
-    """Send the request, check the answer, and return its body of at most that size."""
+    """Send the request, check the answer, and return its body, at most `most` bytes."""
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
     result = bytearray()

@@ -61,7 +61,7 @@ class RequestModel(BaseModel):
 
 
 class StrictModel(RequestModel):
-    """An object whose unknown names are refused, as one might change the text."""
+    """An object whose unknown names are refused, as they might change the text."""
 
     where: ClassVar[str] = ""  # prefix of names in errors, with a dot
     advice: ClassVar[str] = "Leave it out."
@@ -70,7 +70,7 @@ class StrictModel(RequestModel):
 
     @classmethod
     def check_names(cls, values: Object) -> None:
-        """Refuse unknown names, and suggest a similar one."""
+        """Refuse unknown names, and suggest a similar known name."""
         for name in values.keys() - cls.model_fields.keys() - cls.no_effect:
             shown = cls.where + name[:100]
             if name in cls.not_offered:
@@ -91,7 +91,7 @@ def as_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     error = errors[0]
     path, value = [], body
     for step in error["loc"][1:]:  # the first is "body"
-        # A step may name a member of a union, which the body does not have.
+        # A step may be the name of a union's member, which is no key of the body.
         of_list = (
             isinstance(value, list) and isinstance(step, int) and step < len(value)
         )

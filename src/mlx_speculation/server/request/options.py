@@ -23,7 +23,7 @@ from mlx_speculation.server.request.tools import Function
 SEEDS = 2**64
 # Each token is compared with every beginning of a stop text.
 MOST_STOPS, LONGEST_STOP = 16, 500
-# The time of a grammar grows with the square of this, and all requests wait for it.
+# The time that a grammar takes grows with the square of this, and delays all requests.
 LARGEST_SCHEMA = 1 << 15
 # Logits are divided by a repetition penalty, and have to stay finite.
 SMALLEST_DIVISOR = 0.01
@@ -74,7 +74,7 @@ class Speculative(StrictModel):
 
     where: ClassVar[str] = "speculative."
 
-    draft: str | None = None  # that of the server, or "lookup"
+    draft: str | None = None  # the draft of the server, or "lookup"
     max_draft: Natural | None = None
     off: bool = False  # plain decoding
     exact: bool = False  # exact mode: the same bits with any draft
@@ -84,7 +84,7 @@ class TextOptions(RequestModel):
     """Options that the requests of all APIs may have."""
 
     lengths: ClassVar[Sequence[str]] = ()  # length fields; the first given one counts
-    any_model: ClassVar[bool] = False  # True: any name is taken, and a length is cut
+    any_model: ClassVar[bool] = False  # True: accept any name, cut a large length
 
     model: str | None = None
     stream: bool = False
@@ -154,7 +154,7 @@ def generation(
     body: TextOptions,
     settings: Settings,
     *,
-    default_length: int = 0,  # of a body without one; 0: up to the limits
+    default_length: int = 0,  # if the body gives none; 0: up to the limits
     chat: Chat | None = None,
     calls: Sequence[Function] | None = None,
     form: TextFormat | None = None,
@@ -220,7 +220,7 @@ def _check_model(body: TextOptions, settings: Settings) -> None:
 
 
 def _length(body: TextOptions, settings: Settings) -> int | None:
-    """Return the length that the body asks for; None: it gives none."""
+    """Return the length that the body asks for; None: the body gives none."""
     given = {name: getattr(body, name) for name in body.lengths}
     most = settings.limits.max_tokens
     if not body.any_model:
@@ -231,7 +231,7 @@ def _length(body: TextOptions, settings: Settings) -> int | None:
 
 
 def _at_most(value: int | None, most: int, field: str, option: str) -> None:
-    """Raise if a number is above a limit of the server; 0: no limit."""
+    """Raise if a number is above the server's limit `most`; 0: no limit."""
     if value is not None and most and value > most:
         raise invalid(
             f"{field} is {short(value)}, and {most} may be. Ask for less, or start the "

@@ -22,7 +22,7 @@ class Chat:
     # Further tools, which are described in a message.
     deferred: tuple[dict[str, Any], ...] = ()
     template_args: dict[str, Any] = field(default_factory=dict)
-    # In the order of the image parts: bytes of files, and after `opened` pictures.
+    # In the order of the image parts: bytes of files, which `opened` decodes.
     images: tuple[Any, ...] = ()
 
 
@@ -38,11 +38,11 @@ class GenerationRequest:
     # Other options of the stream that the request gives. Without max_tokens only the
     # context limits the text.
     options: StreamKeywords = field(default_factory=StreamKeywords)
-    schema: dict[str, Any] | None = None  # that the text has to fit; None: any text
+    schema: dict[str, Any] | None = None  # the text has to fit it; None: any text
     # The functions of which one has to be called; None: no call is needed.
     calls: Sequence[dict[str, Any]] | None = None
-    most_calls: int | None = None  # tool calls of an answer; None: any number
-    thinking_budget: int | None = None  # tokens of thinking; None: any number
+    most_calls: int | None = None  # the maximum number of tool calls; None: any
+    thinking_budget: int | None = None  # maximum tokens of thinking; None: any number
     draft: str | None = None  # name of the draft; None: that of the server
     exact: bool = False  # exact mode: no draft may change a bit
 
@@ -61,7 +61,7 @@ class GenerationRequest:
     def texts(self) -> list["GenerationRequest"]:
         """Return a request for each text, in the order of the answer's choices.
 
-        The first text has the request's seed; those of later texts derive from it.
+        The first text has the request's seed, from which the later seeds derive.
         """
         prompts = [self.prompts[i : i + 1] for i in range(max(1, len(self.prompts)))]
         seed, requests = self.sampling.seed, []

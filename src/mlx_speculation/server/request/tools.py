@@ -3,7 +3,7 @@
     namespace   its tools have flat names in the chat template; answers have both names
     custom      a tool that takes a text becomes a function with the argument "input"
     deferred    not in the template's list, but described in a message that refers to it
-    other kinds are ignored: the provider's servers would run them
+    other kinds, which the provider's servers would run, are ignored
 
 Flat and nested forms are read alike: {"type": "function", "name": ...} and
 {"type": "function", "function": {"name": ...}}.
@@ -81,7 +81,7 @@ class Toolbox:
 
     def __init__(self, given: Sequence[ToolBody]) -> None:
         self._shown: list[Tool] = []
-        self.deferred: list[Tool] = []  # not in the list
+        self.deferred: list[Tool] = []  # not in the template's list
         self.kinds: dict[str, Kind] = {}  # by the flat names
         self._passed_over: list[str] = []
         for i, tool in enumerate(given):

@@ -110,7 +110,7 @@ class Conversation:
         blocks: Sequence[Block],
         where: str,
         *,
-        joined: bool = False,  # with the message before, if that is the model's too
+        joined: bool = False,  # to the message before, if that is the model's too
     ) -> None:
         """Add a turn of the model: texts, thinking and calls."""
         other = (ThinkingBlock, UseBlock)

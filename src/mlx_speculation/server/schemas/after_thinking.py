@@ -2,7 +2,7 @@
 
 During the thinking any token but the end of the text is allowed. A mark, which is a
 fixed sequence of tokens, ends the thinking and begins the inner constraint. Once the
-budget of thinking tokens is spent, only the mark is allowed: the answer has room.
+budget of thinking tokens is spent, only the mark is allowed, to leave the answer room.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class AfterThinking:
         ids: int,  # the number of token ids
         *,
         inner: Constraint | None = None,  # of the answer; None: any text is allowed
-        budget: int | None = None,  # most tokens of thinking; None: no limit
+        budget: int | None = None,  # maximum tokens of thinking; None: no limit
     ) -> None:
         self.mark, self.inner, self.budget = tuple(mark), inner, budget
         self.anything = np.ones(ids, dtype=np.bool_)
@@ -44,7 +44,7 @@ class ThinkingState:
         self,
         whole: AfterThinking,
         count: int,  # tokens of thinking so far
-        tail: tuple[int, ...],  # the last ones, as many as the mark has
+        tail: tuple[int, ...],  # the last tokens, at most as many as the mark has
         answer: ConstraintState | None,  # None: still thinking, or no inner constraint
     ) -> None:
         self._whole, self._count = whole, count
@@ -99,7 +99,7 @@ class ThinkingState:
 
     @property
     def _next(self) -> int:
-        """The token of the mark after those with which the text ends."""
+        """The mark's next token, after the part of the mark that ends the text."""
         mark, tail = self._whole.mark, self._tail
         ends = range(len(tail) + 1)
         return mark[max(n for n in ends if tail[len(tail) - n :] == mark[:n])]

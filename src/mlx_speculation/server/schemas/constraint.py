@@ -34,7 +34,7 @@ class SchemaConstraint:
         # Time to wait for a mask; longer than the child's own limit
         seconds: float,
         # Ends the child; called once. The argument says whether the child was still
-        # needed: then the result is an error message, else an empty text
+        # needed. If it was, the result is an error message, else an empty text
         leave: Callable[[bool], str],
     ) -> None:
         self._channel, self._end, self._seconds = channel, end, seconds
@@ -56,7 +56,7 @@ class SchemaConstraint:
                 self._leave(False)
 
     def after(self, path: tuple[int, ...]) -> tuple[NDArray[np.bool_], bool]:
-        """Return which ids may follow `path`, bool [ids], and if the text may end.
+        """Return which ids may follow `path`, bool [ids], and whether it may end.
 
         Raises:
             ConstraintError: a limit was hit, or the child has ended.

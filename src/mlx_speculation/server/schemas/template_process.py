@@ -2,13 +2,14 @@
 
     python -P template_process.py DESCRIPTOR
 
-DESCRIPTOR is that of a connection to the server, which sends settings as JSON, then the
-tokenizer. The template answers "ready" or an error text. After that each message is a
-command:
+DESCRIPTOR is the file descriptor of a connection to the server. The server sends
+settings as JSON, then the tokenizer. The template answers "ready" or an error text.
+After that each message is a command:
 
     fork    fork a child. The descriptor of the child's connection follows; the template
             answers with the child's process id, even if the child has ended
-    pid     end the child of that process id; the template answers with its wait status
+    pid     end the child of that process id; the template answers with the child's
+            wait status
 
 A child receives its schema and answers with the first mask. Then it answers each step
 with a mask. A step is a JSON list: how many tokens to roll back, then the tokens to
@@ -57,7 +58,7 @@ def _serve_schema(
         answer = _mask(matcher)
     signal.setitimer(signal.ITIMER_REAL, 0)
     channel.send_bytes(answer)
-    spare = limits["mask_seconds"]  # beside `step_seconds` of each step
+    spare = limits["mask_seconds"]  # in addition to `step_seconds` of each step
     while True:
         message = channel.recv_bytes()
         signal.setitimer(signal.ITIMER_REAL, limits["step_seconds"] + spare)

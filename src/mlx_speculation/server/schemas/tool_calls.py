@@ -48,7 +48,7 @@ def call_grammar(
         head = f'{{"name": {json.dumps(each["name"])}, "arguments": '
         arguments = {"type": "object", **(each.get("parameters") or {})}
         schema = json.dumps({**arguments, "x-guidance": SPACING})
-        # One rule for each tool: references in a schema are to that schema.
+        # One rule for each tool: references in a schema point into that schema.
         rules += [f'call_{i}: {json.dumps(head)} arguments_{i} "}}"']
         rules += [f"arguments_{i}: %json {schema}"]
     return LARK + "\n".join(rules)

@@ -4,7 +4,7 @@
     own_prompts   prompts that the target writes itself
     answers       answers that the target writes in batches, as token ids
     dialogues     the file of token ids, which a later run extends
-    collect       fills that file
+    collect       fills the file of dialogues
     row_batches   rows of one shape, in an order determined by a seed
     draft_ids     the token ids that a draft needs most
 

@@ -1,8 +1,8 @@
 """Collection of dialogues that the target writes, until there are enough.
 
 Each batch has one temperature. Held-out dialogues come first, half of them greedy, then
-those to learn from. The counts in the file of dialogues determine the next batch, so a
-resumed run continues with the same texts.
+dialogues to learn from. The counts in the file of dialogues determine the next batch,
+so a resumed run continues with the same texts.
 """
 
 import random
@@ -21,7 +21,7 @@ from mlx_speculation.training.data.prompts import Messages
 from mlx_speculation.training.options import TrainOptions
 
 TEMPERATURES = (0.0, 0.8)
-_FRUITLESS = 3  # consecutive batches without a usable prompt, after which it fails
+_FRUITLESS = 3  # collection fails after so many batches in a row without usable prompts
 
 
 class Collector:
@@ -78,7 +78,7 @@ class Collector:
                 )
 
     def _next(self, dialogues: Dialogues) -> tuple[float | None, int]:
-        """Return the temperature of a held-out batch or None, and its dialogues."""
+        """Return a held-out batch's temperature or None, and the size of the batch."""
         most = self._options.batch
         if self._options.own_share == 0:
             most = min(most, len(self._prompts) - dialogues.used)
@@ -94,9 +94,9 @@ class Collector:
     def _batch(
         self, dialogues: Dialogues, held_out: float | None, count: int
     ) -> tuple[list[Dialogue], int]:
-        """Return a batch of dialogues, and the number of prompts of the file used.
+        """Return a batch of dialogues, and the number of used prompts of the file.
 
-        `held_out` is the temperature of a held-out batch, or None.
+        `held_out` is the temperature of a held-out batch; None: one to learn from.
         """
         number, options = dialogues.batches, self._options
         temperature = TEMPERATURES[number % 2] if held_out is None else held_out
@@ -130,7 +130,8 @@ class Collector:
         """Answer conversations of the file turn by turn.
 
         Yields:
-            Prompt and answer of each turn, and False: the prompt is of the file.
+            Prompt and answer of each turn, and False: the target did not write the
+            prompt.
         """
         taken = [self._prompts[(first + i) % len(self._prompts)] for i in range(count)]
         histories: list[Messages] = [[] for _ in taken]
@@ -142,7 +143,7 @@ class Collector:
                     history.append(rest.pop(0))
                     if history[-1]["role"] == "user":
                         break
-            # The rest have ended.
+            # The other conversations have ended.
             live = [each for each in histories if each and each[-1]["role"] == "user"]
             prompts = [self._encoded(history) for history in live]
             answers = self._answers(prompts, temperature, seed + 2 + turn)

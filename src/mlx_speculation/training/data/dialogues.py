@@ -2,13 +2,13 @@
 
     tokens        uint32 [n], of all dialogues, one after the other
     counts        uint8 [n], whether a token is one to learn
-    ends          int64 [dialogues], the end of each dialogue in `tokens`
+    ends          int64 [dialogues], the index in `tokens` where each dialogue ends
     held          uint8 [dialogues], whether the dialogue is held out for evaluation
     own           uint8 [dialogues], whether the target wrote the prompt too
     temperature   float32 [dialogues], of the answer
 
-The metadata are the target, the number of batches written, and the number of prompts of
-a file that were used. The file is replaced atomically.
+The metadata are the target, the number of batches written, and the number of used
+prompts of the file of prompts. The file is replaced atomically.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,8 +47,8 @@ class Dialogues:
     target: str  # the fingerprint of the target that wrote them
     dialogues: list[Dialogue] = field(default_factory=list)  # those of `file`
     batches: int = 0  # number of batches written
-    used: int = 0  # number of prompts of a file of prompts that were used
-    others: list[Dialogue] = field(default_factory=list)  # those of further files
+    used: int = 0  # number of used prompts of the file of prompts
+    others: list[Dialogue] = field(default_factory=list)  # from further files
 
     @classmethod
     def open(cls, file: Path, target: str, more: Sequence[Path] = ()) -> "Dialogues":
@@ -112,7 +112,7 @@ class Dialogues:
 
         Args:
             more: the dialogues of the batch.
-            used: the number of prompts of a file that the batch used.
+            used: the number of prompts of the file of prompts that the batch used.
         """
         self.dialogues.extend(more)
         self.batches += 1
@@ -150,7 +150,7 @@ def _parted(tensors: dict[str, Any]) -> list[Dialogue]:
             tensors["counts"][begin:end].astype(np.bool_),
             bool(evaluates),
             bool(own_prompt),
-            round(temperature, 6),  # since 0.8 differs in float32
+            round(temperature, 6),  # since 0.8 as float32 is another number
         )
         for begin, end, evaluates, own_prompt, temperature in zip(
             [0, *ends[:-1]], ends, *columns, strict=True

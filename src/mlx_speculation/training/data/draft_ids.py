@@ -20,14 +20,14 @@ def choose_ids(
     Args:
         dialogues: the dialogues in which ids are counted.
         size: the number of ids to return.
-        width: the number of ids of the target.
+        width: the number of the target's ids.
         always: ids that are preferred, whatever their count.
     """
     counts = np.zeros(width, np.int64)
     for each in dialogues:
         counts += np.bincount(each.tokens[each.counts], minlength=width)
     counts[[token for token in always if token < width]] += counts.sum() + 1
-    # Unused ids fill the remaining places, the lowest first.
+    # Ids that do not occur fill the remaining places, the lowest first.
     order = np.lexsort((np.arange(width), -counts))
     return np.sort(order[: min(size, width)]).astype(np.int64)
 

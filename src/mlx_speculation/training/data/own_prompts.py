@@ -1,7 +1,8 @@
 """Prompts that a target writes itself (Magpie, arXiv 2406.08464).
 
-A chat model reads its template up to the start of the user's text, sometimes with first
-words of a request, and continues with text like that of users in its training data.
+A chat model reads its template up to the start of the user's text, sometimes with the
+first words of a request, and continues with text like that of users in its training
+data.
 """
 
 import random
@@ -13,7 +14,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.training.data.answers import end_ids, write_answers
 
 _MARK = "\u241fuser\u241f"
-_SHORTEST = 4  # tokens of a user's text
+_SHORTEST = 4  # the minimum number of tokens of a user's text
 _WORD_BY_WORD = 0.02  # `min_p`: less likely tokens would make nonsense
 # First words of requests, of many kinds: a draft learns only kinds that it has seen.
 SEEDS = (
@@ -77,7 +78,7 @@ SEEDS = (
 def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the tokens that a chat template puts before and after a user's text.
 
-    Without a template the first ones are those that begin a text.
+    Without a template the tokens before the text are those that begin any text.
 
     Raises:
         InvalidRequestError: the template does not repeat the text unchanged.
@@ -111,7 +112,7 @@ def write_prompts(
         model: the target.
         tokenizer: its tokenizer.
         count: the number of prompts to write.
-        most: the most tokens of a user's text after its given first words.
+        most: the maximum number of tokens of a user's text after its given first words.
         seed: the seed of first words and sampling.
 
     Raises:

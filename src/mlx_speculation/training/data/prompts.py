@@ -1,6 +1,6 @@
 """Prompts in a file of JSON Lines, each as the messages of a chat.
 
-{"messages": [{"role": "user", "content": "..."}, ...]}   without their answers
+{"messages": [{"role": "user", "content": "..."}, ...]}   without answers
 {"turns": ["...", "..."]}                                 user messages in order
 {"prompt": "..."} or {"text": "..."} or "..."             one user message
 """
@@ -12,7 +12,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.json_files import JsonFlawError, parse_json
 
 Messages = list[dict[str, str]]
-_LONGEST = 1 << 20  # the most characters of a line
+_LONGEST = 1 << 20  # the maximum number of characters of a line
 
 
 def read_prompts(file: Path) -> list[Messages]:

@@ -1,7 +1,7 @@
 """Rows of one shape, cut from dialogues in an order determined by a seed.
 
-Each pass shuffles the dialogues, joins them to one text and cuts it into rows, so rows
-have no padding. The last tokens of a row, which its last slots draft, are also the
+Each pass shuffles the dialogues, joins them to one text and cuts that into rows, so
+rows have no padding. The last tokens of a row, which its last slots draft, are also the
 first tokens of the next row. No slot belongs to two rows.
 """
 
@@ -41,7 +41,7 @@ class RowBatches:
         self._more, self._seed = more, seed
         self._anchors, self._first = anchors, first
         total = sum(len(each.tokens) for each in dialogues)
-        # At least one batch; if the text is too short for it, its rows overlap.
+        # At least one batch; the rows of a batch overlap if the text is too short.
         self._count = max(rows, (total - more) // slots)
         self._joined: tuple[int, RowBatch] | None = None
 
@@ -65,7 +65,7 @@ class RowBatches:
     def _chosen(
         self, number: int, counts: NDArray[np.bool_]
     ) -> NDArray[np.int32] | None:
-        """Return random slots; slots whose first draft is one to learn come first."""
+        """Return random slots, preferably ones whose first draft is one to learn."""
         if self._anchors is None:
             return None
         draw = np.random.default_rng([self._seed, number, 2]).random(
@@ -84,7 +84,7 @@ class RowBatches:
             result = [self._dialogues[number] for number in order]
             tokens = np.concatenate([each.tokens for each in result])
             counts = np.concatenate([each.counts for each in result])
-            # A pass leaves a rest at its end; the shift makes it differ between passes.
+            # A pass does not use the rest at its end; the shift varies that rest.
             shift = int(np.random.default_rng([self._seed, epoch, 1]).integers(1 << 30))
             shift %= len(tokens)
             joined = RowBatch(np.roll(tokens, -shift), np.roll(counts, -shift))

@@ -2,11 +2,11 @@
 
 The files have the format of z-lab's DFlash and SpecForge's DSpark: config.json has the
 sizes at its top level and the settings of blocks in `dflash_config`. DFlash drafts one
-token per mask of a block. DSpark drafts one for the anchor too, and adds logits to each
-draft that depend on the token before (its Markov head).
+token per mask of a block. DSpark also drafts one token for the anchor. Its Markov head
+adds logits to each draft that depend on the token before that draft.
 
-A drafter of some ids has its own output layer, which is trained. A drafter of all ids
-uses the target's output layer. Both use the target's embedding.
+A drafter that drafts only some ids has its own output layer, which is trained. A
+drafter of all ids uses the target's output layer. Both use the target's embedding.
 """
 
 from math import exp
@@ -101,7 +101,7 @@ class BlockTrainee(NewHead):
         begin_near(self.module)
         self.dflash = DFlash(self.module, self.taps, self.layers)
         self.most = self.module.depth
-        # DFlash weighs depth d with exp(-d / gamma), where gamma is half a block.
+        # DFlash weights depth d by exp(-d / gamma), where gamma is half a block.
         self.fading = exp(-2 / block)
 
     def read(self, states: States) -> list[mx.array]:
@@ -111,7 +111,7 @@ class BlockTrainee(NewHead):
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from slots; see `Trainee.run`.
 
-        The Markov head reads recorded tokens and not drafts.
+        The Markov head reads recorded tokens instead of drafts.
         """
         head, tokens, depths = self.module, text.tokens, text.depths
         n, checkpoint, slots = self.slots(tokens, depths), text.checkpoint, text.slots
@@ -144,7 +144,7 @@ class BlockTrainee(NewHead):
         depths: int,
         checkpoint: bool,
     ) -> mx.array:
-        """Return states of drafts after the norm, [rows, blocks, depths, dim]."""
+        """Return the drafts' states after the norm, [rows, blocks, depths, dim]."""
         anchors = mx.take_along_axis(tokens, slots + 1, axis=1)
         caches = [BlocksCache(slots, checkpoint=checkpoint) for _ in self.module.layers]
         flat = self.dflash.rows(context, anchors.reshape(-1, 1), caches, depths)
@@ -161,7 +161,7 @@ class BlockTrainee(NewHead):
         markov = self.module.get("markov_head")
         if markov is None:
             return logits
-        # In float32: a sum of gradients in 16 bits stops growing at frequent ids.
+        # In float32: for frequent ids a sum of gradients in 16 bits stops growing.
         rows = markov.markov_w1.weight.astype(mx.float32)[before]
         added: mx.array = markov.markov_w2(rows.astype(states.dtype))
         return logits + added
@@ -172,7 +172,7 @@ def begin_near(head: DFlashHead) -> None:
 
     With small random matrices attention would begin as a mean over the whole context,
     and training would take long to find the position before the anchor. Here queries
-    use the matrix of the keys, so similar rows attend to each other, near ones most.
+    use the matrix of the keys, so similar rows attend to each other, most to near rows.
     """
     wide = head.fc.weight
     dim = wide.shape[0]

@@ -68,7 +68,7 @@ def check_trainee(
         UnsupportedModelError: the target lacks a part that the draft reads, or the
             draft is quantized.
     """
-    if options.kind == "mtp":  # not made here: making it runs a probe
+    if options.kind == "mtp":  # no trainee is made, since making it runs a probe
         find_parts(model).require("layers", "norm", "embedding")
         find_mtp_head(folder, model)
     else:
@@ -76,7 +76,7 @@ def check_trainee(
 
 
 def learning_rate(options: TrainOptions, dim: int) -> float:
-    """Return the highest learning rate.
+    """Return the peak learning rate.
 
     The rate of a new head falls with the hidden size `dim`: 1.5e-3 was measured at 576,
     and 1e-4 to 2e-4 are usual at 4,096.

@@ -1,7 +1,7 @@
-"""Further training of a target's MTP head: most were trained for a single draft.
+"""Further training of a target's MTP head: most heads learned to draft one token.
 
-The head is written to its own folder in the form in which mlx runs it: norms as the
-factors that are applied, and the experts of a layer in one array.
+The head is written to its own folder in the form in which mlx runs it: norm weights are
+the factors that are applied, and one array holds the experts of a layer.
 """
 
 from dataclasses import replace
@@ -76,7 +76,7 @@ class MtpTrainee(Trainee):
         self._mtp = Mtp(head, self.taps)
 
     def read(self, states: States) -> list[mx.array]:
-        """Return the target's states before or after its last norm, by convention."""
+        """Return the states before or after the target's last norm, by convention."""
         return [self._states(states)]
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
@@ -105,7 +105,7 @@ class MtpTrainee(Trainee):
 def unpack(head: nn.Module) -> None:
     """Make the weights of a head float32, and unpack its quantized linear layers.
 
-    Quantized experts stay packed; they are not trained.
+    Quantized experts stay packed, since experts are not trained.
     """
     for path, part in head.named_modules():
         for name, layer in part.children().items():

@@ -1,4 +1,4 @@
-"""Base of drafters that begin with random weights, of sizes taken from the target."""
+"""Base of drafters that begin with random weights; the target gives their sizes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +101,8 @@ def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -
     Args:
         head: a module with a last norm, and with an output layer if `ids` is given.
         taps: hidden states of the target, which give access to its parts.
-        ids: the target's id of each row of the output layer; None: it has none.
+        ids: the target's id of each row of the output layer; None: the head has no
+            output layer.
         seed: the seed of the random matrices.
     """
     draw_matrices(head, seed)
@@ -111,7 +112,7 @@ def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -
     norm: Any = taps.parts.norm
     weight = None if norm is None else norm.get("weight")
     if weight is not None and weight.shape == head.norm.weight.shape:
-        # Applied to ones, since some norms store their factors reduced by one.
+        # The norm is applied to ones, since some norms store their factors minus one.
         factors = norm(mx.ones((1, 1, weight.size), weight.dtype))[0, 0]
         head.norm.weight = factors.astype(mx.float32)
     mx.eval(head.parameters())

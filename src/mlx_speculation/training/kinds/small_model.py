@@ -27,13 +27,13 @@ _TOKENIZER = ("*token*", "vocab*", "merges.txt", "chat_template*", "generation_c
 
 
 class SmallModelTrainee(Trainee):
-    """A draft model that is trained.
+    """A draft model in training.
 
     Args:
         model: the target.
         tokenizer: its tokenizer.
         target: the target's folder, whose tokenizer the draft gets.
-        draft: the draft's folder; if it has no weights they are drawn at random.
+        draft: the draft's folder; if it has no weights, random ones are drawn.
         seed: the seed of random weights.
 
     Raises:
@@ -74,7 +74,7 @@ class SmallModelTrainee(Trainee):
         return []
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
-        """Draft from all slots; at each depth the tokens before are the recorded ones.
+        """Draft from all slots; every draft is made after recorded tokens.
 
         `text.checkpoint` is ignored.
         """

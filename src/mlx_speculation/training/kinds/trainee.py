@@ -11,15 +11,15 @@ from mlx_speculation.training.unroll import Made, Read, Recorded
 
 
 class Trainee(ABC):
-    """A drafter that is trained.
+    """A drafter in training.
 
     Attributes:
         kind: the kind of `TrainOptions`.
         module: the module with the trained weights; it may also have frozen ones.
-        taps: hidden states of the target that the drafter reads; None: it reads none.
+        taps: the target's hidden states that the drafter reads; None: it reads none.
         ids: the target's id of each column of the logits, uint32 [n]; None: all ids.
         first: slot i at depth 0 drafts token i + `first`.
-        most: the most consecutive tokens that it drafts; None: any number.
+        most: the maximum number of tokens that it drafts from a slot; None: any.
         fading: the weight of a depth in the loss, relative to the depth before.
     """
 
@@ -50,7 +50,7 @@ class Trainee(ABC):
 
         Args:
             folder: an existing folder; files of the same names are replaced.
-            bits: bits of its matrices; None: 16-bit numbers.
+            bits: bits of the drafter's matrices; None: 16-bit numbers.
         """
 
     def depths(self, wanted: int) -> int:

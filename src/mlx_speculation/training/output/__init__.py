@@ -2,8 +2,8 @@
 
     record    training.json and README.md
     curves    the plot of loss and acceptance
-    speeds    tokens per second with the draft and without, and speculation.json of the
-              target if the draft pays
+    speeds    tokens per second with and without the draft, and the target's
+              speculation.json if the draft pays
 
 These modules do not depend on the training loop.
 """

@@ -25,7 +25,7 @@ _NAMES = {
 def described(
     dialogues: Dialogues, learned: Sequence[Dialogue], files: Sequence[Path]
 ) -> dict[str, Any]:
-    """Return the record's entries on the data; `files` are further files of data."""
+    """Return the record's entries on the data; `files`: further data files."""
     return {
         "file": dialogues.file.name,
         "more": [file.name for file in files],
@@ -40,11 +40,11 @@ def described(
 def write_record(
     folder: Path,  # the draft's folder
     target: str,  # the target's name
-    options: Mapping[str, Any],  # those that may not differ in a resumed training
+    options: Mapping[str, Any],  # the options that may not differ when it is resumed
     progress: Progress,
     data: Mapping[str, Any],  # files and counts of the texts
     lookup: Mapping[str, Acceptance],  # acceptance of prompt lookup on the same text
-    ended: str,  # the reason of the end, as in `TrainingResult`
+    ended: str,  # why the training ended, as in `TrainingResult`
     speeds: Speeds | None,  # None: they were not measured
 ) -> dict[str, Any]:
     """Write training.json and README.md, and return the content of training.json."""

@@ -1,4 +1,4 @@
-"""Tokens per second with a draft and without, and speculation.json if it pays."""
+"""Tokens per second with and without a draft; speculation.json if the draft pays."""
 
 import time
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from mlx_speculation.models.checkpoints.speculation_json import NAME
 from mlx_speculation.training.data.dialogues import Dialogue
 
 TOKENS = 96
-TEXTS = 8  # the most prompts to use
-PAYS = 1.05  # times plain decoding; a smaller gain is within the noise of measuring
+TEXTS = 8  # the maximum number of prompts to use
+PAYS = 1.05  # relative to plain decoding; a smaller gain is within measuring noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Speeds:
 
     @property
     def pays(self) -> bool:
-        """Return whether the draft speeds decoding up by more than noise."""
+        """Return whether the draft speeds up decoding by more than noise."""
         return self.drafted > PAYS * self.plain
 
 
@@ -49,11 +49,11 @@ def measured(
         tokenizer: its tokenizer.
         draft: the draft's folder.
         dialogues: dialogues whose prompts are answered.
-        until: the latest end, as a time of `time.monotonic`; None: no limit.
+        until: the time of `time.monotonic` to end by; None: no limit.
 
     Returns:
-        The speeds, or None if they were not measured, and the reason why
-        speculation.json is not to name the draft.
+        The speeds (None: not measured), and the reason why speculation.json should not
+        name the draft.
     """
     prompts = [
         [int(token) for token in each.tokens[: int(each.counts.argmax())]]
