@@ -1,7 +1,7 @@
 """Import hook that chooses the BLAS before mlx is loaded, or warns if it is too late.
 
-Every import of the package loads this module, also that of the command line, which has
-to start fast. So this module imports only `sys`. `mlx_speculation.blas` does the work.
+Every import of the package loads this module, even in the command line, which has to
+start fast. So this module imports only `sys`. `mlx_speculation.blas` does the work.
 """
 
 import sys
@@ -29,10 +29,10 @@ class _FirstUse:
         path: "Sequence[str] | None" = None,
         target: "ModuleType | None" = None,
     ) -> "ModuleSpec | None":
-        """Choose the BLAS if this is mlx; warn once if mlx was loaded before.
+        """Choose the BLAS if mlx is imported; warn once if mlx was loaded before.
 
-        The finder stays in `sys.meta_path` afterwards: Python iterates over that list
-        now, and would skip the next finder if this one were removed.
+        The finder stays in `sys.meta_path` afterwards: Python is iterating over that
+        list, and would skip the next finder if this one were removed.
         """
         early = fullname == _MLX
         late = fullname in _USES_MLX and _MLX in sys.modules

@@ -93,12 +93,13 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the CPU quota of this process, in cores.
 
     Returns:
-        The smallest quota of its control group and the parents; None: no quota is set.
+        The smallest quota of the process's control group and its parents; None: no
+        quota is set.
     """
     result = []
     for files, path in _cpu_groups(root):
-        # In a container the path may be that of the host. The container's own group is
-        # then the root, which is the last of the parents.
+        # In a container the path may be the host's path of the group. The container's
+        # own group is then the root, which is the last of the parents.
         for group in (path, *path.parents):
             quota = _quota(root / files / group.relative_to("/"))
             if quota is not None:

@@ -83,7 +83,7 @@ class CacheFileError(SpeculationError, ValueError):
     """Raised when a file of caches cannot be written or loaded.
 
     Loading fails if the file is missing, truncated, corrupted, of another format or
-    version, or does not match the live caches. The live caches are not changed then. A
+    version, or does not match the live caches; the live caches are then unchanged. A
     failed write leaves an earlier file of the same name as it was.
     """
 
@@ -121,12 +121,12 @@ class BlasError(SpeculationError, RuntimeError):
 class ContextLengthNotice(UserWarning):
     """Warns once that a prompt is longer than the context that the model supports.
 
-    Or that a text ended because the model has no further positions.
+    Also warns that a text ended because the model has no further positions.
     """
 
 
 class DraftNotice(UserWarning):
-    """Warns once about the draft, such as that another one is used, and why."""
+    """Warns once about the draft, for example that another one is used, and why."""
 
 
 class SamplerNotice(UserWarning):

@@ -1,22 +1,22 @@
 """Signal handlers that are deferred until a step is complete.
 
 Python runs the handler of a signal between any two bytecodes of the main thread. So
-Ctrl-C can raise after a round was committed and before its tokens were counted.
+Ctrl-C can raise an exception between a round's commit and the count of its tokens.
 `DeferredSignals` defers all handlers that are written in Python:
 
     with DeferredSignals(checkpoints=True):
         while read_a_chunk():
             checkpoint()        # handles the signals that have arrived so far
-        run_a_round()           # handles none
+        run_a_round()           # no signal is handled here
     # the end of the block handles the signals that have arrived since
 
 An exception of a handler is raised by `checkpoint` or by the `with` statement. In other
 threads both do nothing, since Python runs handlers in the main thread only.
 
 Python discards exceptions that a finalizer (`__del__`) raises. A finalizer that calls
-`finalize` keeps those of signal handlers: they are raised afterwards, in the code that
-the finalizer had interrupted. The exception of a handler that runs before the first
-instruction of the finalizer is lost. While Python empties its modules `finalize` does
+`finalize` keeps the exceptions of signal handlers: they are raised afterwards, in the
+code that the finalizer had interrupted. The exception of a handler that runs before the
+finalizer's first instruction is lost. While Python empties its modules `finalize` does
 nothing; `close_at_exit` has cleaned up before.
 """
 
@@ -53,8 +53,8 @@ _AFTER_FINALIZERS = 1e-3  # seconds
 class DeferredSignals:
     """A block that defers Python's signal handlers; blocks may be nested.
 
-    A signal that is repeated after two seconds is handled at once: the program may
-    hang. Entering and leaving a block takes 2 microseconds.
+    A signal that is repeated after two seconds is handled at once, since the program
+    may hang. Entering and leaving a block takes 2 microseconds.
 
     Args:
         checkpoints: whether `checkpoint` may handle signals inside the block. All

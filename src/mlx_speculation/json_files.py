@@ -1,6 +1,6 @@
-"""JSON: read untrusted texts within limits, and write files atomically.
+"""JSON: reading of untrusted texts within limits, and atomic writing of files.
 
-This module knows no file format: a caller adds the file and a remedy to an error.
+This module is for any file format; a caller adds the file and a remedy to an error.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 # Levels of nesting. Python's parser recurses once per level on the interpreter's stack.
 DEEPEST = 200
-# For comparison: the index of a model with 100,000 tensors has about 10 MB.
+# The largest file. The index of a model with 100,000 tensors has about 10 MB.
 LARGEST = 1 << 26  # bytes
 
 # An unclosed string matches up to the end of the text, which keeps the search linear.
@@ -53,7 +53,7 @@ def parse_json(
         )
     except JsonFlawError:
         raise
-    except RecursionError as error:  # the caller itself is deep in the stack
+    except RecursionError as error:  # the caller has used up most of the stack
         raise JsonFlawError("is nested too deep to be read from here") from error
     except ValueError as error:
         raise JsonFlawError(f"is not JSON ({_short(str(error))})") from error
@@ -88,7 +88,7 @@ def load_json(file: Path, *, most: int = LARGEST, unique_keys: bool = False) -> 
 
 @contextmanager
 def replaced(file: Path) -> Iterator[Path]:
-    """Yield a temporary path beside a file; what is written there then replaces it.
+    """Yield a temporary path beside a file; what is written there replaces that file.
 
     After an error an earlier file stays as it was.
     """

@@ -21,7 +21,7 @@ class MeasuredFile:
         folder: the name of the file's folder in the cache folder.
         version: the version of the format of the fields.
         key: the measured thing, as JSON; None: nothing is read or written.
-        lost: a sentence for warnings: the consequence of an unusable file.
+        lost: a sentence for warnings, on the consequence of an unusable file.
 
     Attributes:
         path: the file; None: nothing is read or written.
@@ -40,7 +40,7 @@ class MeasuredFile:
             self.path = caches / folder / name
 
     def read(self, parse: Callable[[Any], T]) -> T | None:
-        """Return `parse` of the content; None: no file, or an unusable one (warns)."""
+        """Return the parsed content; None: no file, or an unusable one (warns)."""
         if self.path is None:
             return None
         try:

@@ -16,7 +16,7 @@ def option(
         default: the default of the field; `dataclasses.MISSING`: the field is required.
         help: one line for the user.
         names: the option's names with their dashes; none: the name of the field.
-        panel: the panel of the help that shows it; None: that of the dataclass.
+        panel: the panel of the help that shows the option; None: the dataclass's panel.
         more: further arguments of `typer.Option`, such as bounds.
     """
     given = {"names": names, "help": help, "panel": panel, **more}

@@ -4,8 +4,8 @@
     second    the process ends within two seconds, whatever it does
 
 Python calls handlers between two bytecodes of the main thread, so a long forward or
-compilation delays them. Python also writes the number of each signal to a pipe at once
-(`signal.set_wakeup_fd`). A thread reads that pipe and ends the process.
+compilation delays handlers. Python also writes the number of each signal to a pipe, at
+once (`signal.set_wakeup_fd`). A thread reads that pipe and ends the process.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The BLAS that mlx multiplies float32 matrices with on a Linux CPU.
 
-`choose` loads one before mlx, `automatic` does this for programs that do not ask, and
-`threads` sets its number of threads. `loaded` describes the BLAS in use, and
+`choose` loads a BLAS before mlx, `automatic` does this for programs that choose none,
+and `threads` sets its number of threads. `loaded` describes the BLAS in use, and
 `openblas_wheel` finds a newer OpenBLAS than the system's. No module imports mlx: the
 linker binds symbols when mlx is loaded, after the choice.
 """

@@ -60,7 +60,7 @@ def wanted_blas() -> BlasName:
 
 
 def _left() -> bool:
-    """Return whether the BLAS is chosen already, must stay, or is not used (CUDA)."""
+    """Return whether to choose none: one is chosen or fixed, or mlx may use CUDA."""
     return (
         chosen_blas() is not None
         or wanted_blas() == "stock"

@@ -1,17 +1,17 @@
 """Chooses the BLAS that mlx multiplies float32 matrices with on a Linux CPU.
 
-The Linux wheel of mlx links the reference BLAS. Its cost grows linearly with the number
-of rows, so that verifying k + 1 tokens costs k + 1 steps and speculation cannot win.
+The Linux wheel of mlx links the reference BLAS. The cost of its products is linear in
+the number of rows: verifying k + 1 tokens costs k + 1 steps, and drafts cannot pay.
 OpenBLAS exports the same symbols. If it is loaded into the global scope before mlx, mlx
-calls it, and eight rows cost little more than one. That of a wheel
+calls OpenBLAS, and eight rows cost little more than one. The OpenBLAS of a wheel
 (`openblas_wheel`) is preferred to the system's.
 
 With OpenBLAS, verified rows differ from single-row decoding by rounding (about 1e-5 in
-the logits). With the reference BLAS they are equal bit for bit.
+the logits). With the reference BLAS both are equal bit for bit.
 
 OpenBLAS reads its number of threads (`threads`) from the environment while it is
-loaded. The variables are set for that time only, so that programs which this process
-starts do not inherit them.
+loaded. The variables are set for that time only, so that child processes do not inherit
+them.
 
 The dynamic linker binds symbols when mlx is loaded. So this module imports no mlx, and
 `use_blas` loads nothing once `mlx.core` is imported. The choice matters for float32 on
@@ -54,15 +54,15 @@ class BlasChoice:
 class _Process:
     """State of this process."""
 
-    choice: BlasChoice | None = None  # by the last `use_blas`
+    choice: BlasChoice | None = None  # the result of the last `use_blas`
     threads: TextThreads | None = None  # of the OpenBLAS that this module has loaded
 
 
 def use_blas(name: BlasName = "auto") -> BlasChoice:
     """Put the named BLAS in front of mlx; call it before the first mlx import.
 
-    For a program that does not call it, the first import of mlx after that of this
-    package chooses "auto". Naming the BLAS that is already in use is always allowed.
+    If a program does not call this, "auto" is chosen at the first import of mlx after
+    the import of this package. The BLAS that is already in use may always be named.
 
     Args:
         name: "openblas" or "stock" (the BLAS of the wheel); "auto" takes OpenBLAS
@@ -73,7 +73,7 @@ def use_blas(name: BlasName = "auto") -> BlasChoice:
         The BLAS in use and a line about it.
 
     Raises:
-        BlasError: It is not installed, or mlx or another BLAS is loaded already.
+        BlasError: The BLAS is not installed, or mlx or another BLAS is loaded already.
         InvalidRequestError: The name is not one of the three.
     """
     if name not in get_args(BlasName):
@@ -97,7 +97,7 @@ def chosen_blas() -> BlasChoice | None:
 def blas_in_use() -> str:
     """Return the name of the BLAS that mlx uses for float32 on this CPU.
 
-    A BLAS that something else has loaded globally after the import of mlx is named too,
+    If other code has loaded a BLAS globally after the import of mlx, that one is named,
     although mlx may not use it.
     """
     if sys.platform == "darwin":
@@ -124,7 +124,7 @@ def text_threads(*, exact: bool) -> AbstractContextManager[None]:
 
 
 def _openblas() -> str | None:
-    """Describe the OpenBLAS in use, with the numbers of threads that it may have."""
+    """Describe the OpenBLAS in use and the numbers of threads that it may have."""
     plan = None if _Process.threads is None else _Process.threads.plan
     return describe_openblas(None if plan is None else plan.numbers)
 
@@ -196,6 +196,6 @@ def _load(library: str) -> None:
         for name in variables:
             del os.environ[name]
         os.environ.update(before)
-    # An OpenBLAS that is built for OpenMP has read another variable.
+    # An OpenBLAS that is built for OpenMP has read its number from another variable.
     set_count = ctypes.CDLL(None).openblas_set_num_threads
     _Process.threads = TextThreads(plan, set_count, OtherPrograms().idle_cores)

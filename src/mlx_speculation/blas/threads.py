@@ -3,18 +3,18 @@
 The threads of a product wait for each other in a loop of `sched_yield`. The wait is
 short only if each thread has a core. If one has lost its core, the others wait for a
 slice of the scheduler's time, some milliseconds, in each of the hundreds of products of
-a forward. With as many threads as cores, a second such process costs both nine tenths
-of their speed (docs/log/linux_cpu.md). So a text gets all cores only if other programs
-leave them idle when it starts. Else it gets half of the cores, so that two processes
-have room, or one thread if fewer are idle.
+a forward. With as many threads as cores, two such processes each lose nine tenths of
+their speed (docs/log/linux_cpu.md). So a text gets all cores only if other programs
+leave them idle when the text starts. Else it gets half of the cores, so that two
+processes have room, or one thread if fewer than half of the cores are idle.
 
-The number never changes inside a text, since the last bits of a product depend on it.
+The number never changes during a text: the last bits of a product depend on the number.
 Texts in exact mode get the same number at any load.
 
 An idle thread also spins, for some 100 ms. On two cores it takes a core from mlx's own
 threads, which build and compute the graph: plain steps and rounds took 5 to 30 %
 longer. So on two cores threads sleep at once, unless `OPENBLAS_THREAD_TIMEOUT` is set.
-From four cores on this would slow down rounds, as each product has to wake all threads.
+On four or more cores this would slow down rounds, as each product wakes all threads.
 """
 
 import os
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NUM_THREADS, TIMEOUT = "OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"
-# Variables in which OpenBLAS looks for a number of threads, in its order.
+# Variables in which OpenBLAS looks for a number of threads, in the order of the search.
 NAMES = (
     NUM_THREADS,
     "OPENBLAS_DEFAULT_NUM_THREADS",
@@ -49,12 +49,12 @@ class ThreadPlan:
     """The numbers of threads that a text may get.
 
     Attributes:
-        count: number if other programs run too, and in exact mode; None: the user's
+        count: the number if other programs run too, and in exact mode; None: the user's
             environment gives the number.
-        most: number if all cores are idle; None as for `count`.
+        most: the number if all cores are idle; None as for `count`.
         why: the reason for the numbers, one line for people.
         sleep_after: an idle thread sleeps after 2 to this power clock ticks; None:
-            after OpenBLAS's own time, or the user's.
+            after OpenBLAS's default time, or the time that the user has set.
     """
 
     count: int | None
@@ -85,7 +85,7 @@ class ThreadPlan:
         return f"{self.count} to {self.most} threads"
 
     def __str__(self) -> str:
-        """Describe it in one line."""
+        """Describe the plan in one line."""
         if self.sleep_after is None:
             return self.why
         return f"{self.why}; idle ones sleep after 2^{self.sleep_after} ticks"
@@ -170,8 +170,8 @@ class OtherPrograms:
     def idle_cores(self) -> float | None:
         """Return the cores that other programs left idle of late; None: not known.
 
-        The time since the last call counts, or 50 ms from now if that call was too
-        recent or too long ago.
+        The load is measured since the last call, or over the next 50 ms if that call
+        was too recent or too long ago.
         """
         now = self._sample()
         if self._before is None or now is None:

@@ -4,7 +4,7 @@ Each command has a file in `commands/`. `app` lists the commands, `options` has 
 that several commands share, `load_pair` loads models, `console` shows results, and
 `run_app` turns errors and Ctrl-C into exit codes. Commands import mlx only after they
 have chosen the BLAS. This file imports almost nothing, so that it handles Ctrl-C while
-Python still imports the others, which takes a second.
+Python still imports the other modules, which takes a second.
 """
 
 import os
@@ -19,7 +19,7 @@ __all__ = ["main", "run"]
 
 def main() -> None:
     """Run the command line."""
-    # The parent process may have set SIGINT to be ignored; that is kept.
+    # If the parent process has set SIGINT to be ignored, it stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     from mlx_speculation.cli.app import app

@@ -2,7 +2,8 @@
 
 A command may have a parameter such as `pair: PairOptions`, whose fields are options
 that several commands share. typer needs a parameter for each option; this module makes
-such functions. A field or parameter is an `option`, or has an annotation of typer.
+functions with such parameters. Fields and parameters are declared with `option`, or
+with an annotation of typer.
 """
 
 import inspect

@@ -104,7 +104,7 @@ class TemplateOptions:
 
 
 def encode(tokenizer: Any, text: str, *, rendered: bool) -> list[int]:
-    """Return a text's ids as mlx-lm does; a `rendered` text has its special tokens."""
+    """Encode a text as mlx-lm does; a `rendered` text already has special tokens."""
     begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     ids = tokenizer.encode(text, add_special_tokens=not (rendered or begins))
     return [int(token) for token in ids]

@@ -75,7 +75,7 @@ class Screen:
     def table(self, table: Table, *, result: bool = True) -> None:
         """Print a table, on standard output if it is a result; none if `json` is set.
 
-        The table keeps its least width, even if the terminal is narrower.
+        The table keeps its minimum width, even if the terminal is narrower.
         """
         if self.json or (self.quiet and not result):
             return
@@ -94,7 +94,7 @@ class Screen:
     def progress(self, what: str) -> Iterator[Report]:
         """Show progress; yield a function that takes the number done and the total.
 
-        Until it is called, the task is shown as one of unknown length.
+        Until that function is called, the task is shown as one of unknown length.
         """
         bar = Progress(
             TextColumn("{task.description}"),
@@ -139,7 +139,7 @@ def deferred_warnings() -> Iterator[None]:
 
 
 def least_width(table: Table, console: Console) -> int:
-    """Let a table wrap long words, and return its least width then."""
+    """Let a table wrap long words, and return its resulting minimum width."""
     for column in table.columns:
         column.overflow = "fold"
         if column.no_wrap:

@@ -2,7 +2,7 @@
 
 With replay, the tokens of an answer are kept as they were generated: its text could
 encode to other tokens, for which the caches have no rows. If a template changes earlier
-messages, such as by dropping reasoning, the whole conversation is encoded again and the
+messages, for example drops reasoning, the whole conversation is encoded again and the
 caches are reused as far as the ids agree. Without replay this happens at every message.
 """
 

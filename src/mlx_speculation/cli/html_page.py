@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Origin, Result
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_SHADES = 8  # of accepted tokens by place; the last shade is for all later places
+_SHADES = 8  # of accepted tokens by place in the draft; later places share the last
 _CLASSES = {"accepted": "a", "correction": "c", "bonus": "b", "step": "s"}
 _WORDS = {
     "correction": "correction: the target's own, after a rejected draft",
@@ -75,7 +75,7 @@ def _legend(result: "Result") -> str:
 
 
 def _spans(chunks: Sequence["Chunk"]) -> str:
-    """Return the text with a span for each token; marks are added as <i>."""
+    """Return the text with a span for each token; added marks are in <i>."""
     spans = []
     ends = [True, *(one.origin.place is None for one, _ in pairwise(chunks))]
     for index, (chunk, first) in enumerate(zip(chunks, ends, strict=False)):

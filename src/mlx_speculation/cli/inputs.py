@@ -68,8 +68,8 @@ def read_json_file(option: str, path: Path) -> Any:
 def read_prompts(option: str, path: Path) -> list[str]:
     """Return the prompts of a file of JSON lines, such as those of Spec-Bench.
 
-    A line is a text, or an object with a text under "prompt" or with a list "turns", of
-    which the first is used.
+    A line is a text, or an object with a text under "prompt" or with a list "turns",
+    whose first text is used.
     """
     check_input(option, path)
     lines = decoded(f"{option} {str(path)!r}", path.read_bytes()).splitlines()
@@ -109,7 +109,7 @@ def checked_images(paths: Sequence[Path], prefix: str) -> list[Path]:
     """Return the files of a prompt's images.
 
     Raises:
-        InvalidRequestError: a file cannot be read, or the answer has a given beginning.
+        InvalidRequestError: a file cannot be read, or `prefix` is not empty.
     """
     for path in paths:
         check_input("--image", path)

@@ -43,7 +43,7 @@ class KvOptions(KvLimits):
     def before(
         self, model: str, generator: "SpeculativeGenerator"
     ) -> "LoadedCaches | None":
-        """Return the caches of --prompt-cache-file; None: the option is not given.
+        """Return the caches of --prompt-cache-file; None: the option is unset.
 
         Raises:
             CacheFileError: the file is damaged, or does not match the target.

@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of the values of some passes, and the least and greatest value."""
+    """The median, minimum and maximum of the values of several passes."""
 
     median: float
     low: float
@@ -43,7 +43,7 @@ class Arm:
     draft: int = 0  # the index of the generator that runs it
     speeds: list[float] = field(default_factory=list)  # tokens per second of each pass
     totals: "Statistics | None" = None  # counts over all passes; None for mlx-lm's arm
-    # The first differences of its texts from plain decoding's.
+    # For each text that differs from plain decoding's, the first difference
     partings: "list[Parting]" = field(default_factory=list)
 
     @property
@@ -52,7 +52,7 @@ class Arm:
         return all(parting.near_tie for parting in self.partings)
 
     def over(self, plain: Sequence[float]) -> Spread:
-        """Return the ratios of its speeds to those of plain decoding, by pass."""
+        """Return the ratios of the arm's speeds to those of plain decoding, by pass."""
         pairs = zip(self.speeds, plain, strict=False)
         return Spread.of([ours / other for ours, other in pairs])
 
@@ -108,7 +108,7 @@ def measure(
     passes: int,
     report: Callable[[int, int], None],
 ) -> int:
-    """Run passes, up to Ctrl-C, and fill the arms; return the number completed.
+    """Run passes until done or Ctrl-C, and fill the arms; return the number completed.
 
     The generators share the target and differ in their drafts. For each prompt all arms
     generate as many tokens as plain decoding does, at most `tokens`, and ignore stop

@@ -205,7 +205,8 @@ class SamplingOptions:
         """Return the values as a `Sampling`.
 
         Args:
-            tokenizer: the target's; XTC never drops its newline and end tokens.
+            tokenizer: the target's tokenizer, whose newline and end tokens XTC never
+                drops.
         """
         if not self.xtc_probability:
             return self._options()

@@ -50,7 +50,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
         level = Spread.of(arm.speeds)
         speeds.axhline(level.median, color="0.3", linestyle=dashes, label=label)
         speeds.axhspan(level.low, level.high, color="0.5", alpha=0.12, linewidth=0)
-    adaptive = 1 + max(arm.length or 0 for arm in arms)  # where its points stand
+    adaptive = 1 + max(arm.length or 0 for arm in arms)  # the place of its points
     for index, name in enumerate(names):
         style = {"color": _COLOURS[index % 6], "marker": _MARKS[index % 6]}
         ours = [arm for arm in arms[2:] if arm.draft == index]
@@ -82,7 +82,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
 
 
 def _accepted(arms: Sequence[Arm]) -> Sequence[float]:
-    """Return acceptance by position of the longest drafts, preferably of one length."""
+    """Return acceptance by position of the longest drafts, preferably fixed-length."""
     counted = [
         (len(arm.totals.reached), arm.length is not None, arm.totals)
         for arm in arms

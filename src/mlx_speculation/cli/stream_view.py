@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class PromptBar:
     """Progress bar of the prefill."""
 
-    total: int  # prompt tokens without the last; the first round reads that
+    total: int  # prompt tokens except the last, which the first round reads
     done: int = 0
     seconds: float = 0.0  # until the first token
     report: Report | None = None

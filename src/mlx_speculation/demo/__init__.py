@@ -2,8 +2,8 @@
 
 There are three small targets, one for each kind of cache, a draft model that shares
 their tokenizer, an assistant of the sliding target, and an EAGLE-3 head of the dense
-one. This module returns their folders, and loads no model. A package that was installed
-from a wheel has the prompts only.
+target. This module returns the models' folders, and loads no model. A package that was
+installed from a wheel has the prompts only.
 """
 
 import json

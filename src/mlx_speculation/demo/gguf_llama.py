@@ -77,7 +77,7 @@ def _config(said: dict[str, Any], *, tied: bool) -> dict[str, Any]:
         "num_key_value_heads": number("attention.head_count_kv"),
         "head_dim": number("embedding_length") // heads,
         "max_position_embeddings": number("context_length"),
-        # A float32 in the file: 1e-5 would become 9.99999974e-06.
+        # The file has a float32: unrounded, 1e-5 would become 9.99999974e-06.
         "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
         "rope_theta": number("rope.freq_base"),
         "vocab_size": len(said["tokenizer.ggml.tokens"]),

@@ -28,7 +28,7 @@ Source = Callable[[Path, Say], Path]
 
 
 def smollm2_folder(say: Say, sources: Sequence[Source] | None = None) -> Path:
-    """Return the model's folder; fetch it if it is not there.
+    """Return the model's folder; fetch the model if it is not there.
 
     Args:
         say: called with a line about each download.
@@ -64,7 +64,7 @@ def smollm2_head() -> Path | None:
 
 
 def from_hub(folder: Path, say: Say) -> Path:
-    """Return the model's folder in the hub's cache; fetch it if it is not there."""
+    """Return the model's folder in the hub's cache; fetch the model if missing."""
     from huggingface_hub import snapshot_download
 
     say(f"fetching {REPOSITORY} (269 MB)")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 LENGTHS = (1, 2, 4, 8)
-LEAST_GAIN = 1.02  # below it a draft is not recommended
+LEAST_GAIN = 1.02  # a draft with a smaller speed-up is not recommended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ def _check(pairs: Sequence[PairOptions], plot: Path | None) -> None:
 
 
 def _lengths(given: int | None, others: Sequence[int]) -> list[int | None]:
-    """Return the draft lengths to measure; None: the adaptive one."""
+    """Return the draft lengths to measure; None: adaptive lengths."""
     if given is None and not others:
         others = LENGTHS
     return [given, *sorted(set(others) - {given})]
@@ -261,7 +261,7 @@ def _result(arms: Sequence[Arm], same: bool) -> str:
 
 
 def _object(arm: Arm, plain: Arm) -> dict[str, Any]:
-    """Return the figures of an arm; its counts are without times and speeds."""
+    """Return the figures of an arm; its counts include no times and no speeds."""
     counts = None
     if arm.totals is not None:
         every = as_object(arm.totals).items()

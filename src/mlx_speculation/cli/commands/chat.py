@@ -92,7 +92,7 @@ class _Talk:
     options: "StreamKeywords"
     screen: Screen
     colour: bool
-    # The texts and statistics of each turn, for JSON
+    # The text and statistics of each turn, for JSON
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     @property

@@ -51,7 +51,7 @@ class CompareOptions:
     )
 
     def text(self) -> str:
-        """Return the prompt; refuse fewer tokens than a draft has."""
+        """Return the prompt; refuse --tokens below the number of tokens of a draft."""
         if self.tokens < self.rows:
             raise InvalidRequestError(
                 f"--tokens is {self.tokens} and --rows {self.rows}, and a text has to "
@@ -174,7 +174,7 @@ def _rows(
     screen: Screen,
     result: list["Place"],
 ) -> None:
-    """Verify drafts at once and token by token; append the places to `result`."""
+    """Verify drafts as a whole and token by token; append the places to `result`."""
     from mlx_speculation.engine.equivalence.rows import verify_both_ways
     from mlx_speculation.models import wired
 

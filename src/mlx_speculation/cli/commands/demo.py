@@ -143,7 +143,7 @@ def _bundled() -> Iterator[_Target]:
 
 
 def _published(folder: Path) -> Iterator[_Target]:
-    """Yield a chat model with the bundled head and a lookup; without it with "auto"."""
+    """Yield a chat model with the bundled head and a lookup; no head: with "auto"."""
     from mlx_speculation import CascadeDraft, load
 
     head = smollm2_head()
@@ -267,7 +267,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
 
 
 def _sameness(row: _Comparison) -> str:
-    """Return "yes", or the index of a difference, preferably not of a near-tie."""
+    """Return "yes", or a difference's index; near-ties only if there are no others."""
     partings = [turn.parting for turn in row.turns if turn.parting is not None]
     if not partings:
         return "yes"

@@ -27,7 +27,7 @@ from mlx_speculation.cli.options import Json
 from mlx_speculation.cli.run_app import FAILED
 from mlx_speculation.environment import cache_folder, cpu_model, installed, usable_cores
 
-# Beside those that this package requires
+# Packages to report in addition to those that this package requires
 PACKAGES = (
     "mlx-speculation",
     "mlx-metal",

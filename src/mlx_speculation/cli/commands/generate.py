@@ -178,8 +178,8 @@ def _prompt_of(
 ) -> "tuple[Prompt, list[int], str]":
     """Return the prompt, its token ids, and its text.
 
-    After the tokens of a prompt cache, the template's part before the message is left
-    out, as in mlx-lm: `mlx_lm.cache_prompt` has already read it.
+    With a prompt cache, the template's part before the message is left out, as in
+    mlx-lm: `mlx_lm.cache_prompt` has already read that part.
     """
     if images:
         made = template.with_images(generator, said, images)

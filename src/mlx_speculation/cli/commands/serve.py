@@ -152,7 +152,7 @@ def serve(
     )
     name = short_name(pair.model)
     settings = Settings(
-        # Responses use the first one.
+        # Responses use the first name.
         names=tuple(dict.fromkeys((access.model_name or name, pair.model))),
         draft=None if pair.draft is None else short_name(pair.draft),
         api_key=access.key,
@@ -199,7 +199,7 @@ def _until_stopped(
         screen.say("To use an agent with it, run its command in another terminal:")
         for agent, line in agent_lines(server.url, settings.names[0], context).items():
             typer.echo(f"\n# {agent}\n{line}", err=True)  # unwrapped, to be copied
-        # Wait with a timeout: a signal that another thread receives wakes no wait here.
+        # Wait with a timeout: a signal that another thread receives ends no wait here.
         while not threading.Event().wait(LOOK_SECONDS):
             pass
     screen.say("ending")
@@ -214,7 +214,7 @@ def agent_lines(url: str, model: str, context: int) -> dict[str, str]:
     Args:
         url: the URL of the server, without a path.
         model: the name of the model.
-        context: the most tokens of prompt and text together.
+        context: the maximum number of tokens of prompt and text together.
     """
     claude = {
         "ANTHROPIC_BASE_URL": url,

@@ -17,7 +17,7 @@ from mlx_speculation.cli.options import Blas, Json, Model, TrustRemoteCode
 from mlx_speculation.option_fields import option
 from mlx_speculation.training.options import TrainOptions
 
-_QUIET = 15.0  # the most seconds without a printed line
+_QUIET = 15.0  # the maximum time, in seconds, without a printed line
 _ENDED = {
     "steps": "All steps were taken.",
     "stale": "It ended early: evaluations no longer gained.",
@@ -132,7 +132,7 @@ def _shown(screen: Screen) -> Iterator["Reports"]:
 
 
 def _evaluated(progress: Any) -> str:
-    """Return a line on the newest evaluation."""
+    """Return a line about the newest evaluation."""
     newest = progress.history[-1]
     loss = f", loss {progress.losses[-1][1]:.3f}" if progress.losses else ""
     parts = [
