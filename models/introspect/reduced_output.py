@@ -10,6 +10,7 @@ such as a soft cap, apply to these logits. An embedding that is also the output 
 still embeds every id.
 """
 
+import io
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ from mlx_speculation.models.introspect.parts import Parts
 from mlx_speculation.models.introspect.trace import POSITIONS
 from mlx_speculation.models.observer import OBSERVED, Observer, observing
 
+# Operations that take ids of logits. mlx does not check them, so that one past the end
+# writes or reads other memory.
+_INDEXED = ('"Scatter', '"Gather')
 _TOLERANCE = 1e-3  # of the largest logit, since products with fewer rows may round
 
 
@@ -51,6 +55,7 @@ class ReducedOutput(Observer):
         except TypeError as error:
             raise _refused(parts, f"{error}.") from error
         self._module = parts.output
+        self._blank = False  # whether zeros replace the product
         self._method = "as_linear" if parts.tied else "__call__"
         hooked = Hooked([(parts.output, OBSERVED)])
         self._finalizer = weakref.finalize(self, finalize, hooked.remove)
@@ -70,24 +75,36 @@ class ReducedOutput(Observer):
         if module is not self._module or method != self._method:
             return None
         result: mx.array = self.layer(values[0])
-        return result
+        return mx.zeros_like(result) if self._blank else result
 
     def _check(self, parts: Parts) -> None:
         """Refuse a model whose logits of these ids are different inside of `only`."""
-        tokens = mx.zeros((1, POSITIONS), mx.int32)
-        model: Any = parts.model
-        whole: mx.array = model(tokens, cache=make_prompt_cache(model))
+        whole, graph = self._trial(parts), io.StringIO()
         try:
             with self.only():
-                some: mx.array = model(tokens, cache=make_prompt_cache(model))
+                some = self._trial(parts)
+                self._blank = True
+                mx.export_to_dot(graph, self._trial(parts))
         except ValueError as error:
             raise _refused(parts, f"with fewer logits it fails: {error}.") from error
+        finally:
+            self._blank = False
+        if any(name in graph.getvalue() for name in _INDEXED):
+            raise _refused(parts, "it reads or writes logits by their ids.")
         if some.shape != (1, POSITIONS, len(self.ids)):
             raise _refused(parts, f"its logits are then of shape {some.shape}.")
         expected = whole[..., self.ids]
         bound = _TOLERANCE * mx.maximum(mx.abs(expected).max(), 1e-6)
         if not (mx.abs(some - expected) <= bound).all():
             raise _refused(parts, "the rows of its output layer are not the logits.")
+
+    @staticmethod
+    def _trial(parts: Parts) -> mx.array:
+        """Return the logits of a forward, not evaluated."""
+        model: Any = parts.model
+        tokens = mx.zeros((1, POSITIONS), mx.int32)
+        result: mx.array = model(tokens, cache=make_prompt_cache(model))
+        return result
 
 
 class ReducedEnds:
