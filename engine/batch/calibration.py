@@ -1,6 +1,6 @@
-"""Measures the costs of rounds before there are requests, of streams and of batches.
+"""Measures the costs of rounds of streams and batches, before there are requests.
 
-A stream, or rows with the same prompt, run until every draft length was measured. Their
+A stream, or rows with the same prompt, run until every draft length was measured. The
 texts do not matter: the cost of a round depends on the number of rows, the draft length
 and the context.
 """
@@ -35,11 +35,11 @@ from mlx_speculation.models import (
 
 # Starts a stream on a prompt with a policy.
 StartStream = Callable[[list[int], DraftLengthPolicy], Stream]
-# Called with the number of finished rounds, and of all rounds.
+# Called with the number of finished rounds and the number of all rounds.
 Progress = Callable[[int, int], None]
 
-# Rounds with each part size, their draft length, and the least share of a round that
-# another part size than the usual one has to save.
+# The number of rounds with each part size, their draft length, and the least share of a
+# round's time that a part size has to save to replace the usual one.
 PART_ROUNDS, PART_DRAFT, PART_GAIN = 5, 4, 0.05
 
 
@@ -119,7 +119,7 @@ def _measured(
     cases: Sequence[tuple[int, int]],
     progress: Progress | None,
 ) -> dict[int, CostTable]:
-    """Measure and keep each case, a number of rows (0: a stream) and a context."""
+    """Measure and store each case: a number of rows (0: a stream) and a context."""
     result: dict[int, CostTable] = {}
     for number, (count, context) in enumerate(cases):
         policy = Calibration(context, generator.lengths.longest)

@@ -51,7 +51,7 @@ class BatchGenerator:
 
     Args:
         generator: a `SpeculativeGenerator`; the rows have its options.
-        max_rows: how many rows run at once. Further rows wait, in their order.
+        max_rows: how many rows run at once. Further rows wait, in order of insertion.
         row_sizes: pad the batch to few different numbers of rows, see
             `models/shape_buckets.py`; this changes no text. None: only if a new number
             of rows takes long to compile.
@@ -90,7 +90,7 @@ class BatchGenerator:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ids of the rows whose prompts are not completely read, in their order."""
+        """Ids of the rows whose prompts are not completely read, as inserted."""
         return tuple(row.uid for row in self._queue.waiting)
 
     @property
@@ -126,7 +126,7 @@ class BatchGenerator:
 
         Prompts are read in the order of insertion while there is room for rows. A call
         reads at most one chunk (`prefill_step_size` tokens), which may hold several
-        short prompts, so running rows wait for no more than that.
+        short prompts, so running rows never wait for more than one chunk.
 
         Returns:
             The responses of all rows in the order of insertion, and within a row in the
@@ -196,7 +196,7 @@ class BatchGenerator:
     def close(self) -> None:
         """End every row that still runs. Results stay until `remove`.
 
-        A second call does nothing, and neither does a call while Python exits.
+        A second call does nothing, nor does a call while Python exits.
         """
         if self._closed or self._ending():
             return

@@ -123,12 +123,12 @@ class BatchRequest:
             raise
 
     def keep_prompt(self) -> None:
-        """Store the read prompt in the prefix cache, for requests that come later."""
+        """Store the read prompt in the prefix cache, for later requests."""
         if self.generation.prefixes is not None:
             self.generation.prefixes.store(self.tokens, ended=False)
 
     def fail(self, error: Exception | None = None) -> None:
-        """End this request with an error; None: with `error` if it is set already."""
+        """End this request with an error; None: with `self.error`, if it is set."""
         self.error = error or self.error
         if self.generation.result is None:
             self.generation.end("error")

@@ -30,15 +30,15 @@ class BatchStatistics:
 
     Attributes:
         rounds: calls of `next` in which rows ran.
-        forwards: forwards of the target for all rows that run together, prompts not
-            counted.
-        row_rounds: the sum of the rows of those forwards.
+        forwards: forwards of the target over rows that run together, without those
+            that read prompts.
+        row_rounds: the sum of the numbers of rows of these forwards.
         drafted: drafted tokens of all rows.
         accepted: accepted tokens of all rows.
         emitted: generated tokens.
         finished: rows that have ended, with an error or without, or were removed.
         failed: rows that ended with an error.
-        alone: how many rows share no forwards, by the reason.
+        alone: for each reason, how many rows share no forwards because of it.
     """
 
     rounds: int = 0

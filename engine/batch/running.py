@@ -1,7 +1,7 @@
 """Requests of a batch that share forwards: how they join and leave, and their rounds.
 
-Between two rounds the caches hold all known tokens of every request but the last one.
-If a plain step is in flight (fed, its choices not read), they hold the last one too.
+Between two rounds the caches hold every request's known tokens except the last token.
+If a plain step is in flight (fed, its choices not read), they hold this token too.
 
 `engine.round` runs the rounds, each for all requests at once. `drafting` plans the
 drafts. This module hands the outcomes to the requests.
@@ -106,7 +106,7 @@ class RunningTogether:
         self._take([self.rows[index] for index in stay])
 
     def next_round(self, *, drain: bool = False) -> None:
-        """Run a round of all requests; each then has its `chunks` or its `error`.
+        """Run a round of all requests; set the `chunks` or the `error` of each.
 
         Args:
             drain: submit no further step, so that requests can join after the round.
@@ -195,7 +195,7 @@ class RunningTogether:
             fresh=self._drafting.met_new_shapes(),
         )
         for place, draft in enumerate(drafts):
-            if draft.source == "forced":  # by a constraint, not drafted by a drafter
+            if draft.source == "forced":  # by a constraint, not proposed by a drafter
                 drafted[place] = accepted[place] = 0
         lengths = self._drafting.lengths
         lengths.note(self.rows, context, drafted, accepted, feedback)

@@ -1,7 +1,7 @@
 """Policies that decide how many tokens each round drafts, and which drafter drafts.
 
     base                        the protocol of a policy, and its plan
-    rule                        the adaptive rule: the most tokens for their time
+    rule                        the adaptive rule: expected tokens against seconds
     ruled, batched              the rule for a stream, and for a batch
     policy_factory              makes the policy of a stream or a batch
     costs                       seconds of rounds

@@ -40,7 +40,7 @@ class Compared:
     name: str  # the kind of its drafts
     index: int  # its index among the sources of the rule
     free: bool  # whether its proposals cost nothing
-    # The survival of its proposal or forecast; the mean over requests
+    # The survival of its proposal or forecast; in a batch, the mean over requests
     survival: Sequence[float]
     options: tuple[Option, ...]  # the lengths that may pay
     credit: float  # what its drafts may lose, in plain steps, see `rule`
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def declined(self) -> bool:
-        """Return whether a draft was possible and was not worth its time."""
+        """Return whether a draft was possible, but not worth its time."""
         return not self.length and any(each.survival for each in self.compared)
 
     @property
@@ -111,10 +111,10 @@ class Feedback:
     """Feedback of a round."""
 
     drafted: int  # drafted tokens, possibly fewer than planned
-    accepted: float  # accepted tokens before a cut at a stop; in a batch the mean
-    seconds: float  # of the round, with drafting
+    accepted: float  # accepted tokens before any cut; in a batch, the mean
+    seconds: float  # of the round, including drafting
     # Whether a plain step was in flight when the round began. A round with drafts then
-    # includes the token of that step, and the rest of its time
+    # includes the token of that step, and the rest of the step's time
     behind: bool = False
     ahead: bool = False  # whether the round has left a plain step in flight
     parts: RoundSeconds = NO_TIME  # the seconds by part
@@ -139,9 +139,9 @@ class DraftLengthPolicy(Protocol):
     """Decides the draft lengths of one stream.
 
     The calls alternate: `plan`, then `note` for the round that followed the plan. But
-    during a plain step, `plan` is called for the next round before `note`. A round that
-    failed is not noted; the next round follows its plan. In a batch, plans are dropped
-    and made again when requests join or leave.
+    during a plain step, `plan` is called for the next round before `note`. A failed
+    round is not reported to `note`; the next round follows the plan of the failed one.
+    In a batch, plans are dropped and made again when requests join or leave.
     """
 
     @property
@@ -154,7 +154,7 @@ class DraftLengthPolicy(Protocol):
 
         Args:
             context: how many tokens the target's caches hold.
-            limit: the most tokens that may be drafted.
+            limit: the largest number of tokens that may be drafted.
         """
         ...
 

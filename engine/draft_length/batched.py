@@ -1,12 +1,12 @@
 """The rule for the drafts of a batch: one draft length for all requests.
 
 The target's forward has the same number of tokens for each request, so the longest
-draft determines the cost of a round, and shorter ones save nothing. The rule picks the
-source and the length with the most expected tokens of all requests for their time; 0 is
-plain decoding. Costs are measured by number of requests, rounded up to a power of two,
-or by the padded number of rows if the target has few of them. Batches of any size share
-one credit, but a single request has that of streams. Requests with their own draft
-length keep it.
+draft determines the cost of a round, and shorter ones save nothing. The rule weighs the
+expected tokens of all requests against the time of the round, and picks a source and a
+length; length 0 is plain decoding. Costs are kept by the number of requests, rounded up
+to a power of two, or by the padded number of rows if rows are padded to few numbers.
+Batches of any size share one credit, but a batch of one request uses the credit of
+streams. Requests with their own draft length keep it.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class BatchDraftLength:
 
     Attributes:
         rule: the rule; it plans for all requests with adaptive draft lengths.
-        plans: the plans of this round, by the id of the planner of a request.
+        plans: the plans of this round, by the id of each request's planner.
         bucket: the number of requests under which the costs of this round are kept.
     """
 
@@ -82,7 +82,7 @@ class BatchDraftLength:
         self,
         rows: SequenceOf[BatchMember],  # all requests
         context: int,  # how many tokens the longest request has in the target's caches
-        room: list[int],  # the most tokens that each request may draft
+        room: list[int],  # the largest number of tokens that each request may draft
         # The number of rows in the target's forward, if it is padded; None: it is not
         size: int | None = None,
     ) -> list[int]:
@@ -114,7 +114,7 @@ class BatchDraftLength:
         context: int,
         room: list[int],
     ) -> None:
-        """Let each planner plan that has no plan yet."""
+        """Make a plan with each planner that has no plan yet."""
         for row, limit in zip(rows, room, strict=True):
             planner = row.planner
             if planner is self.rule and id(planner) not in plans:
@@ -125,7 +125,7 @@ class BatchDraftLength:
     def _planned(
         self, rows: SequenceOf[BatchMember], context: int, room: list[int]
     ) -> Plan:
-        """Return the plan of the rule for all requests without their own length."""
+        """Return the rule's plan for all requests without a length of their own."""
         limits, offered = [], []
         for row, limit in zip(rows, room, strict=True):
             if isinstance(row.policy, RuleDraftLength):
@@ -143,7 +143,7 @@ class BatchDraftLength:
 
         Args:
             context: how many tokens the longest request has in the target's caches.
-            limit: the most tokens that a request may draft.
+            limit: the largest number of tokens that a request may draft.
             offered: the survivals of requests without their own draft length.
             behind: whether a plain step is in flight.
         """
@@ -167,8 +167,8 @@ class BatchDraftLength:
     ) -> None:
         """Learn from a round, given each request's drafted and accepted tokens.
 
-        A round without drafts counts as plain, even if it had tokens that a constraint
-        forced: they come from no source.
+        A round without drafts counts as plain, even if a constraint forced tokens in
+        it: forced tokens come from no source.
         """
         plans, self.plans, self._next = self.plans, self._next, {}
         common = plans.pop(id(self.rule), None)

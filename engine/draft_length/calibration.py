@@ -12,8 +12,8 @@ from mlx_speculation.engine.timing import RoundSeconds
 # Median seconds of a round's parts, by context bucket and draft length; length 0: a
 # plain step.
 PartsTable = dict[int, dict[int, RoundSeconds]]
-# The number of passes over all lengths. With several, a moment in which the machine is
-# busy does not fall on all rounds of one length.
+# The number of passes over all lengths. With several passes, a busy moment of the
+# machine does not slow all rounds of one length.
 PASSES = 3
 # Rounds of a pass: plain steps, the first and last of which are not counted, then
 # drafts of each length. The first draft is not counted: in it the drafter also reads
@@ -75,7 +75,7 @@ def _lengths(longest: int) -> list[int]:
 
 
 def most_tokens(longest: int) -> int:
-    """Return the most tokens that the rounds of a calibration can emit."""
+    """Return the largest number of tokens that a calibration's rounds can emit."""
     return sum(length + 1 for length in _lengths(longest))
 
 

@@ -1,8 +1,9 @@
 """Storage of calibrated costs, for later processes.
 
-Each machine, mlx version, target and draft has a file. It affects the speed of a text,
-never the text. What streams learn is not stored: it would save about 1 % of the time of
-the first 200 tokens, and measurements of a busy hour would be used long after it.
+Each combination of machine, mlx version, target and draft has a file. Stored costs
+affect the speed of a text, never the text. What streams learn is not stored: this would
+save about 1 % of the time of the first 200 tokens, and measurements made while the
+machine was busy would be used long afterwards.
 """
 
 import math
@@ -48,7 +49,7 @@ class Source:
         name: the kind of its drafts.
         measured: the times of calibrated rounds.
         part: how many layers a round's forward submits at once; None: not measured.
-        file: keeps what was calibrated; None: nothing does.
+        file: stores the calibrated times; None: they are not stored.
     """
 
     costs: RoundCosts = field(default_factory=RoundCosts)

@@ -1,9 +1,10 @@
 """Costs of rounds, by draft length and context length.
 
 The cost of a draft length is the median of its last rounds, so that one slow round has
-no effect. Costs between measured lengths are interpolated. Beyond them, costs grow at
-half the slope: if that is too low, the length is tried and its cost corrected. Costs
-that are not measured again are dropped: one that is too high would end drafting.
+no effect. Costs between measured lengths are interpolated. Beyond these lengths, costs
+are assumed to grow at half the slope: a length whose cost is assumed too low is tried,
+and its cost corrected. Costs that are not measured again are dropped: a cost that is
+too high would end drafting.
 """
 
 from collections import deque
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 from mlx_speculation.models import row_size
 
-# The number of last rounds of a length that a median is taken of.
+# The median of a length is taken over this many of its last rounds.
 SAMPLES = 9
 # The cost of a plain step counts as known after this many steps.
 LEAST_PLAIN = 2

@@ -62,7 +62,7 @@ class PolicyFactory:
         length: int | DraftLengthPolicy | None,
         most: int | None = None,
     ) -> DraftLengthPolicy:
-        """Return the policy of a stream.
+        """Return the policy of one stream.
 
         Args:
             length: a fixed length, or a policy; None: the usual length.
@@ -94,11 +94,11 @@ class PolicyFactory:
         return BatchDraftLength(self.batch_sources, *both, self.longest)
 
     def batch_sources(self, rows: int) -> list[Source]:
-        """Return the sources of a batch with so many rows.
+        """Return the sources of a batch with this number of rows.
 
         If no batch of this size was measured, the costs are those of the next larger
-        measured batch, which leads to drafts that are rather too short. If there is
-        none, they are those of the next smaller one.
+        measured batch, which tends to make drafts too short. If no larger batch was
+        measured, the costs are those of the next smaller one.
         """
         result = self.sources(rows)
         others = [(n < rows, abs(n - rows), n) for n in self._known if n and n != rows]
@@ -137,7 +137,7 @@ class PolicyFactory:
         return self._known[rows]
 
     def calibrated(self, rows: int = 0) -> Source:
-        """Return the source that a calibration measures: a costly one if there is."""
+        """Return the source that a calibration measures: a costly one, if any."""
         sources = self.sources(rows)
         return [*(one for one in sources if not one.free), *sources, Source()][0]
 

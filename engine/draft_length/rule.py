@@ -6,16 +6,16 @@ round with n drafted tokens is expected to commit
     E(n) = 1 + s_1 + ... + s_n        tokens in T(n) seconds
 
 The rule maximizes E(n) - rate x T(n), where the rate is the usual number of tokens per
-second. So a draft grows as long as the survival of its next token is at least the rate
-times the seconds that this token adds. A free source has made its proposal and knows
-its survival; a costly source forecasts it. In a batch, which has one draft length, E(n)
-is the mean over the requests.
+second. Thus a draft grows as long as the survival of its next token is at least the
+rate times the seconds that this token adds. A free source has made its proposal and
+knows its survival; a costly source forecasts it. In a batch, which has one draft
+length, E(n) is the mean over the requests.
 
-Drafts that are not known to pay are tried, short at first, on a credit of each source
-in plain steps. The gain of a round over plain steps is added to the credit of its
-source, and a loss is subtracted. Each plain step adds a small share to all credits. A
-source without credit rests until its credit is positive again; other sources may draft
-meanwhile. So the drafts of a source lose at most the first credit, these shares, and
+Drafts that are not known to pay are tried, short ones first, on credit: each source has
+a credit, counted in plain steps. The gain of a round over plain steps is added to the
+credit of its source, and a loss is subtracted. Each plain step adds a small share to
+all credits. A source without credit rests until its credit is positive; others draft
+meanwhile. Hence the drafts of a source lose at most the first credit, these shares, and
 the loss of one more round, if no round takes unusually long.
 """
 
@@ -28,8 +28,8 @@ from mlx_speculation.engine.draft_length.base import Compared, Feedback, Option,
 from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.draft_length.costs import few_lengths
 
-# In plain steps: the first, the largest and the smallest credit, and what a plain step
-# adds. So 200 plain steps make up for one round on a very busy machine.
+# The first, the largest and the smallest credit, and the share that each plain step
+# adds, all in plain steps. 200 plain steps thus make up for the smallest credit.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
 # First credit, largest credit and share of a batch. They are small, since the gain of a
@@ -40,15 +40,15 @@ BATCH_CREDIT = (0.6, 1.0, 0.01)
 LEAST_GAIN = 1.2
 # The longest draft before any is measured.
 FIRST_LENGTH = 2
-# A slower round counts as this many times the usual seconds.
+# A round counts as at most this many times the usual seconds.
 SLOWEST = 2.0
 # After this many rounds with drafts, this many plain steps are measured again.
 REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
 # The usual rate is an average over about this many plain steps.
 MEMORY = 500.0
 
-# For each token the probability that it and all before it are accepted. A free source
-# has one for each proposed token, so none without a proposal.
+# For each token, the probability that it and all tokens before it are accepted. Of a
+# free source, it has one value for each proposed token; it is empty without a proposal.
 Survival = Sequence[float]
 # The survival of each source, for each request.
 Offered = Sequence[Sequence[Survival]]
@@ -130,7 +130,7 @@ class DraftRule:
 
         Args:
             context: how many tokens the target's caches hold.
-            limit: the most tokens that may be drafted.
+            limit: the largest number of tokens that may be drafted.
             offered: the survivals of the drafts that can be made.
             behind: whether a plain step is in flight.
         """
@@ -198,12 +198,12 @@ class DraftRule:
         plain: float,
         behind: bool,
     ) -> Compared:
-        """Return a source with the lengths that may pay and whose loss is affordable.
+        """Return a source with those lengths that may pay and whose loss is affordable.
 
         A round may lose the credit. A draft is at most twice as long as the longest
         measured one. A free draft costs at most as much as a costly one of its length.
-        With a plain step in flight, its token counts too, and the first drafted token
-        stands for it.
+        If a plain step is in flight, its token counts too, and the first drafted token
+        is a guess of that token.
         """
         source = self.sources[index]
         tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]

@@ -56,7 +56,7 @@ class RuleDraftLength(DraftRule):
 
     def survivals(self) -> list[Survival]:
         """Return the survival of each costly source, by its forecast or its rates."""
-        longest = self.longest + 1  # one may stand for the token of a step in flight
+        longest = self.longest + 1  # one token may be a guess of the step's in flight
         result: list[Survival] = []
         for source, survival in zip(self.sources, self.forecast(longest), strict=True):
             if survival is None:
@@ -91,14 +91,14 @@ class RuleDraftLength(DraftRule):
 class RuledDrafter(CascadeDrafter):
     """Drafters of which the rule picks one in each round.
 
-    A batch decides for all its requests: it calls `offer` of each, and sets `chosen` to
-    source and length before it calls `propose`.
+    A batch decides for all its requests: it calls `offer` of each drafter, and sets
+    `chosen` to a source and a length before it calls `propose`.
 
     Args:
         drafters: the drafters, in the order of the sources.
         lengths: picks a drafter and its draft length.
-        target: the target's lane. While a plain step is in flight, it has seen the last
-            known token, and the first proposed token stands for the step's.
+        target: the target's lane. While a plain step is in flight, this lane has seen
+            the last known token, and the first proposed token is a guess of the step's.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RuledDrafter(CascadeDrafter):
     ) -> list[Survival]:
         """Let the free sources propose; return the survival of each source.
 
-        It is empty for costly sources if `costly` is not set.
+        The survival of costly sources is empty if `costly` is False.
         """
         offered: list[Survival] = [()] * len(self._drafters)
         if costly:

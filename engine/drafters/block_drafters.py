@@ -1,8 +1,8 @@
 """The drafters DFlash, DFlash2 and DSpark, which draft a block in one forward.
 
-Each has its own folder. Like an MTP head (see `engine/drafters/mtp.py`) they read the
-target's hidden states. Their forward has the positions that were committed since the
-last draft, and then the block.
+Each has its own folder. Like an MTP head (see `engine/drafters/mtp.py`), each reads the
+target's hidden states. Its forward runs over the positions committed since the last
+draft, and then over the block.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class DFlashDraft(HeadDraft):
             embeddings.
 
     Raises:
-        UnsupportedModelError: the target's structure does not give access to these.
+        UnsupportedModelError: the target's structure gives no access to these outputs.
     """
 
     kind = "dflash"
@@ -93,8 +93,8 @@ class DFlashDraft(HeadDraft):
             tokenizer: the target's tokenizer. If config.json leaves layers or anchor
                 open and they were not passed, the target generates about 64 tokens,
                 and the drafter predicts them with each choice. An unusual choice is
-                taken only if it is surely better; without a tokenizer the usual one
-                is. If config.json lists no layers, `notice` says which are read.
+                taken only if it is surely better; without a tokenizer, the usual choice
+                is taken. If config.json lists no layers, `notice` says which are read.
 
         Raises:
             ModelFolderError: the folder holds no such drafter, or a part of one.

@@ -28,8 +28,9 @@ class CascadeDraft(Draft):
 
     With the adaptive draft length, `engine.draft_length.rule` picks the drafter. With a
     fixed length, the first drafter that proposes anything drafts, and a lookup nearly
-    always proposes something. A draft model that was passed over is fed the tokens that
-    it missed when it drafts next. A cascade in a cascade is replaced by its members.
+    always proposes something. When a draft model drafts after rounds of other drafters,
+    it is first fed the tokens of these rounds. A cascade in a cascade is replaced by
+    its members.
 
     Args:
         drafters: at least two, each of a kind that a generator takes as its draft.
@@ -69,7 +70,7 @@ class CascadeDraft(Draft):
         return [result for draft in self.drafters for result in draft.members()]
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse a target that a member refuses, and more than one head."""
+        """Refuse a target that a member refuses, and a cascade of several heads."""
         heads = sum(member.follows for member in self.members())
         if heads > 1:
             raise InvalidRequestError(
@@ -98,7 +99,7 @@ def open_guarded(
     draft_cache: list[Any] | None,
     note: NoteFault,
 ) -> list[OpenDrafter]:
-    """Return the drafters of one stream; each member of a cascade fails by itself."""
+    """Return the drafters of one stream; a member's fault disables only this member."""
     return [
         FaultGuard(
             adapted(member.open(lane, sequence, draft_cache)),
@@ -177,6 +178,6 @@ class CascadeDrafter(OpenDrafter):
         self._proposing.settle(accepted)
 
     def discard(self) -> None:
-        """Discard the last proposal; `propose` has discarded the empty ones before."""
+        """Discard the last proposal; `propose` has already discarded empty ones."""
         if self._proposing is not None:
             self._proposing.discard()

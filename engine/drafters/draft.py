@@ -60,7 +60,7 @@ class Draft(Protocol):
     The defaults fit a draft without a model.
 
     Attributes:
-        kind: "model", "lookup", "mtp" and so on, by which the statistics count.
+        kind: "model", "lookup", "mtp" and so on; the statistics count by kind.
         follows: whether its drafters read the target's hidden states or caches.
         on_ranks: whether it can draft for a target that is sharded over ranks.
         free: whether drafting costs nothing, as in a lookup. Calibration then measures
@@ -122,7 +122,7 @@ class Draft(Protocol):
         return self
 
     def members(self) -> "SequenceOf[Draft]":
-        """Return the members of a cascade, or else itself."""
+        """Return the members of a cascade; of any other draft, the draft itself."""
         return [self]
 
     def new_cache(self, first: int) -> HeadCache | None:
@@ -136,7 +136,7 @@ class Draft(Protocol):
         """Refuse a target that the draft does not fit, before anything runs.
 
         Raises:
-            InvalidRequestError: the draft does not fit; the text names both values.
+            InvalidRequestError: the draft does not fit; the message names both values.
         """
         return
 
@@ -186,7 +186,7 @@ class FolderDraft(Draft, Protocol):
 
 
 class HeadDraft(FolderDraft):
-    """A head on a target, whose hidden states it reads.
+    """A head on a target: it reads the target's hidden states.
 
     Attributes:
         model: the target.
@@ -219,7 +219,7 @@ class HeadDraft(FolderDraft):
         return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse another target than the head's, and token ids that do not fit."""
+        """Refuse a target other than the head's, and token ids that do not fit."""
         if self.model is not target.model:
             raise InvalidRequestError(
                 f"The head in {type(self).__name__} was put on another model than the "
@@ -231,7 +231,7 @@ class HeadDraft(FolderDraft):
         """Refuse a head that cannot read ids up to `highest`, or drafts higher ones.
 
         Raises:
-            InvalidRequestError: the ids do not fit; the text names both numbers.
+            InvalidRequestError: the ids do not fit; the message names both numbers.
         """
         head: Any = {} if self.head is None else self.head
         if "embed_tokens" in head:
@@ -247,7 +247,7 @@ class HeadDraft(FolderDraft):
     def following(
         self, lane: Lane, select: Callable[[States], mx.array]
     ) -> CommittedStates:
-        """Return the `select` states that a target's lane commits from now on."""
+        """Return what `select` picks of the states that a lane commits from now on."""
         committed = CommittedStates(self.taps, select)
         lane.follower = committed
         return committed

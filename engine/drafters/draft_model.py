@@ -35,8 +35,8 @@ from mlx_speculation.models import (
     position_table,
 )
 
-# After a round the lane lacks one or two known tokens. It lacks more at a prompt, or
-# after rounds without a draft; they are then fed before the round, and kept.
+# After a round the lane lacks one or two known tokens. If it lacks more than this many,
+# at a prompt or after rounds without a draft, these are fed before the round, and kept.
 LONGEST_LAG = 8
 # The proposal if the model's position table is full.
 PAUSED = replace(NOTHING, source="model")
@@ -102,7 +102,8 @@ class ModelDraft(FolderDraft):
         """Return the model with these options.
 
         Raises:
-            UnsupportedModelError: the model cannot be compiled, or have fewer logits.
+            UnsupportedModelError: the model cannot be compiled, or cannot compute the
+                logits of only some ids.
         """
         return ModelDraft(self.model, options)
 
@@ -173,7 +174,7 @@ class ModelDrafter(OpenDrafter):
 
     @property
     def batch_lane(self) -> Lane | None:
-        """The draft model's lane; None: a reduced vocabulary, which batches lack."""
+        """The draft model's lane; None if its vocabulary is reduced."""
         return self._lane if self._reduced is None else None
 
     @property
@@ -222,7 +223,7 @@ class ModelDrafter(OpenDrafter):
     def _most(self, sequence: Sequence) -> int:
         """Return how many tokens can be drafted before the position table is full.
 
-        0 or less: none. The last token needs no position, and neither do images.
+        0 or less: none. The last token needs no position, nor do images.
         """
         lane = self._lane
         unseen = len(sequence.tokens) - lane.seen
@@ -247,7 +248,7 @@ class ModelDrafter(OpenDrafter):
     ) -> bool:
         """Feed all unseen tokens except the last one and those that stand for images.
 
-        The model reads the text as if it had no images. False: `fits` ended it early.
+        The model reads the text as if it had no images. False: `fits` stopped the feed.
         """
         lane, tokens = self._lane, sequence.tokens
         if self._most(sequence) <= 0:
@@ -279,8 +280,8 @@ class ModelDrafter(OpenDrafter):
 def _checked_lag(known: int | None, seen: int, start: int) -> int:
     """Return how many tokens of the sequence the draft's caches hold.
 
-    `known` is the offset of these caches, None if unknown; `start` + `seen` is that of
-    the target's caches.
+    `known` is the offset of these caches, None if unknown; `start` + `seen` is the
+    offset of the target's caches.
     """
     if known is None or known == start + seen:
         return seen

@@ -2,7 +2,7 @@
 
 A drafter changes the speed of a generation and never its text, so the text can go on
 without the drafter. The drafter stays disabled for the rest of the stream: its state
-after a fault is unknown, and it might fail in every round. The next stream uses it
+after a fault is unknown, and every round might fail. The next stream uses the drafter
 again.
 
     fault                                         detected
@@ -58,7 +58,7 @@ class CheckedChoose:
         tree: as passed.
         raised: the error of the request's processors or constraint; None: none.
         arrays: computed tokens, the ids as the drafter proposed them, and the peaks of
-            the rows that it chose from; submitted before the target's forward.
+            the logits rows chosen from; submitted before the target's forward.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class CheckedChoose:
         return best_children(self._verifier, logits, rows, count, ids)
 
     def fresh(self) -> "CheckedChoose":
-        """Return itself, or a new one if another drafter has used this one."""
+        """Return this object, or a new one if another drafter has used this object."""
         if not self._seen and not self.arrays:
             return self
         return CheckedChoose(self._verifier, self._masks, self.tree)
 
     def checked(self, draft: Proposal, limit: int) -> Proposal:
-        """Return the proposal with each id replaced that the target has no row for.
+        """Return the proposal, with every id replaced for which the target has no row.
 
         An id without a row would read memory outside of the target's embedding. Wrong
         ids cannot change the text, unless the draft was sampled.
@@ -151,7 +151,7 @@ class CheckedChoose:
         return draft
 
     def faults(self) -> tuple[int, int]:
-        """Return the numbers of unusable rows of logits and of ids the target lacks.
+        """Return two counts: unusable rows of logits, and ids that the target lacks.
 
         Waits for the device unless `arrays` have been evaluated.
         """
@@ -171,7 +171,7 @@ class FaultGuard(WrappedDrafter):
         self,
         inner: OpenDrafter,
         note: NoteFault,  # called with the fault
-        target: Lane | None = None,  # the target's, if it keeps states for the drafter
+        target: Lane | None = None,  # the target's lane, if it feeds the drafter
     ) -> None:
         super().__init__(inner)
         self._note = note
@@ -210,7 +210,7 @@ class FaultGuard(WrappedDrafter):
         self._run("begin", lambda: self.inner.begin(sequence), None)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Return the drafter's checked proposal, being computed; NOTHING after a fault.
+        """Return the drafter's proposal, checked and submitted; NOTHING after a fault.
 
         `choose` is a `CheckedChoose`; other drafters may have called it before.
         """
@@ -237,7 +237,7 @@ class FaultGuard(WrappedDrafter):
     def settle(self, accepted: int) -> None:
         """Let the drafter settle, unless its proposal turns out to be faulty.
 
-        Only after the round was read, when the proposal's arrays are evaluated.
+        To be called after the round was read: the proposal's arrays are evaluated then.
         """
         choose, self._choose = self._choose, None
         rows, ids = (0, 0) if choose is None else choose.faults()

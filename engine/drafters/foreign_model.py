@@ -12,7 +12,7 @@ the draft as usual, so the text is the target's own.
 
 Two tokens are the same if they add the same bytes to a text: the letter "Ġ" of
 byte-level tokenizers and "▁" of others both stand for a space. Special tokens add no
-bytes; two of them are the same if their names are, or if both end a text.
+bytes; two special tokens are the same if their names are equal, or if both end a text.
 """
 
 import json
@@ -78,7 +78,7 @@ class TokenTexts:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """The token id of each text that is not empty; of several ids the lowest."""
+        """The token id, or the lowest of several, of each text that is not empty."""
         result: dict[bytes, int] = {}
         for i in sorted(self.bytes):
             if self.bytes[i]:
@@ -104,7 +104,7 @@ class TokenTexts:
         )
 
     def encode(self, text: bytes) -> list[int] | None:
-        """Return the tokenizer's ids for a text; None if they spell another text."""
+        """Return the tokenizer's ids for a text; None if these ids add other bytes."""
         try:
             ids = list(self._tokenizer.encode(text.decode(), add_special_tokens=False))
         except UnicodeDecodeError:
@@ -188,10 +188,10 @@ class CommonTokens:
             )
 
     def whole(self, tokens: SequenceOf[int]) -> list[int]:
-        """Return a text in the draft's tokens, with those that begin each text.
+        """Return a text in the draft's tokens, after the tokens that begin every text.
 
-        The draft's tokenizer encodes the text. If decoding does not give the text back,
-        each token is translated by itself.
+        The draft's tokenizer encodes the text. If decoding does not reproduce the text,
+        each token is translated separately.
         """
         again = self.draft.encode(self.target.joined(tokens))
         if again is None:
@@ -338,7 +338,7 @@ class ForeignModelDrafter(OpenDrafter):
         self._inner.begin(self._text)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Translate the new tokens, let the model read them, draft common tokens."""
+        """Translate new tokens, let the model read them, and draft common tokens."""
         for token in sequence.tokens[self._read :]:
             self._text.tokens += self._common.each(token)
         self._read = len(sequence.tokens)

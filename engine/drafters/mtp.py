@@ -1,6 +1,6 @@
 """The drafter with an MTP head of the target.
 
-At each position the head reads the target's hidden state and the token after it. With
+At each position the head reads the target's hidden state and the next token. With
 t_n the newest known token, h_i the target's states and k = 3 drafted tokens:
 
     positions 0 .. m-1    pairs (h_i, t_i+1) in the head's KV cache
@@ -170,8 +170,8 @@ class MtpDraft(HeadDraft):
 class MtpDrafter(OpenDrafter):
     """Drafts with a head in one stream.
 
-    The head reads the states of positions that the target's lane commits. It lacks the
-    states of tokens that were in a passed cache or a prefix cache.
+    The head reads the states of positions that the target's lane commits. The states of
+    tokens that were in a passed cache or a prefix cache are missing.
     """
 
     def __init__(
@@ -181,9 +181,9 @@ class MtpDrafter(OpenDrafter):
         sequence: Sequence,  # the known tokens
         committed: CommittedStates,  # committed states that the head has yet to read
         *,
-        # The most tokens that the head can draft in a round; None: any number
+        # The largest number of tokens that the head can draft in a round; None: any
         depth: int | None = None,
-        source: str = "mtp",  # the kind of drafter, by which the statistics count
+        source: str = "mtp",  # the kind of drafter; the statistics count by it
         # The target's token id of each logit of the head, uint32 [n]; None: all ids
         ids: mx.array | None = None,
         trees: bool = False,  # whether it can draft trees, see `EagleDraft`
@@ -261,15 +261,15 @@ class MtpDrafter(OpenDrafter):
         return head
 
     def let_go(self) -> None:
-        """Release the caches and all states, as if it had read nothing of the text."""
+        """Release the caches and all states, as if the head had read no text."""
         self.handed_over()
         self.committed.drop(self.committed.stop)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Feed the unread states to the head, and draft after the newest token.
 
-        Proposes nothing if the state before that token is missing, since a passed
-        cache held its position.
+        Proposes nothing if the state before the newest token is missing because a
+        passed cache already held its position.
         """
         self._catch_up()
         newest = len(self._tokens) - 1
@@ -330,18 +330,18 @@ class MtpDrafter(OpenDrafter):
         self._cache.rollback()
 
     def _read_chunk(self) -> None:
-        """Read all chunks but the last, for which the first token need not wait."""
+        """Read all chunks but the last, so that the first token does not wait."""
         before, self._chunk_end = self._chunk_end, self.committed.stop
         self._catch_up(until=before)
 
     def _catch_up(self, longest: int | None = None, until: int | None = None) -> None:
-        """Drop the states that the head has read, and feed the others if many.
+        """Drop the states that the head has read, and feed the others if they are many.
 
-        The state that the first draft needs is left.
+        The state that the first draft needs is left unread.
 
         Args:
-            longest: the most states that may be left unread; None: `LONGEST_LAG`.
-            until: states from this position on are left too; None: no others.
+            longest: the most states that may remain unread; None: `LONGEST_LAG`.
+            until: states from this position on remain unread too; None: no others.
         """
         committed = self.committed
         spare = self._cache.again - 1  # for a restore point, see `engine.prefix_reuse`

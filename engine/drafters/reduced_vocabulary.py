@@ -1,4 +1,4 @@
-"""Reduced draft vocabularies: drafting from the token ids that texts really use.
+"""Reduced draft vocabularies: drafting only from the token ids that texts contain.
 
 With a large vocabulary, the output layer is most of the cost of a small drafter. But
 texts of one kind use few of the ids: FR-Spec (arXiv 2502.14856) keeps most of the
@@ -33,7 +33,7 @@ def reduced_vocabulary(
 
     Args:
         texts: a text, several texts, or token ids, in which ids are counted.
-        size: the most ids to return, from 1.
+        size: the largest number of ids to return, at least 1.
         tokenizer: encodes the texts; None: `texts` are token ids.
 
     Raises:

@@ -1,7 +1,7 @@
 """The table of drafts that are loaded from a folder.
 
-The config.json of a folder tells the kind of draft, unless the names of its tensors
-belong to another kind. A new kind needs one line in `FOLDER_DRAFTS`, before
+The config.json of a folder tells the kind of draft, unless the tensor names in the
+folder belong to another kind. A new kind needs one line in `FOLDER_DRAFTS`, before
 `ModelDraft`, which fits every folder.
 """
 

@@ -7,7 +7,7 @@
 
 1. the draft that speculation.json names; with a `draft_length`, it gets no lookup
 2. else the MTP head in the folder
-3. else none: the lookup drafts alone. A notice says why, if a draft was expected
+3. else none: only the lookup drafts. If a draft was expected, a notice says why
 
 The draft that was loaded last is stored in an attribute of the target model. The next
 generator takes it from there, and the draft is freed with the model.
@@ -153,8 +153,8 @@ def resolve(
         draft: the argument, or the result of `find_draft`.
         target: the target. If `draft` is a name, `target.folder` is replaced by
             `DraftName.target`, or else by the folder of the tokenizer.
-        follower: whether another rank drafts. A draft model is then not loaded; a head
-            is, since all ranks take part in probing it.
+        follower: whether another rank drafts. This rank then loads no draft model, but
+            does load a head, since all ranks take part in probing it.
         foreign: whether the draft model has another tokenizer than the target.
 
     Raises:
@@ -223,7 +223,7 @@ def _loaded(named: DraftName, target: TargetInfo) -> Resolved:
 
 
 def _kept(named: DraftName, target: TargetInfo) -> Resolved:
-    """Return the draft of the last generator if its name is the same, or load it."""
+    """Return the last generator's draft if the name is the same; else load a draft."""
     kept = getattr(target.model, ATTRIBUTE, None)
     if isinstance(kept, _Kept) and kept.named == named:
         return kept.resolved
@@ -242,7 +242,7 @@ def _kept(named: DraftName, target: TargetInfo) -> Resolved:
 
 
 def _placed(named: DraftName, target: TargetInfo) -> TargetInfo:
-    """Return the target with its folder, which must exist if the draft is in there."""
+    """Return the target with its folder, which must exist if it holds the draft."""
     place = Path(str(getattr(target.tokenizer, "name_or_path", "") or ""))
     if named.target is not None:
         place = model_folder(named.target)

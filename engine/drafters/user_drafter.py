@@ -1,4 +1,4 @@
-"""Adapters that make a `Draft` of an object that a user passes as `draft=`.
+"""Adapters that turn an object passed as `draft=` into a `Draft`.
 
 - A `Draft` stays as it is; its members are resolved.
 - An mlx-lm model becomes a `ModelDraft`.
@@ -22,7 +22,7 @@ _METHODS = ("begin", "propose", "settle", "discard")  # of a `Drafter`
 
 
 class CustomDraft(Draft):
-    """The draft of a user's drafter, which serves one open stream at a time."""
+    """The draft of a user's drafter, which drafts for one open stream at a time."""
 
     reusable = False
 
@@ -79,7 +79,7 @@ def adapted(drafter: Drafter) -> OpenDrafter:
 
 
 def adapted_draft(draft: Any, resolve: Callable[[Any], Draft]) -> Draft:
-    """Return the `Draft` of an object that was passed as a draft.
+    """Return the `Draft` for an object that was passed as a draft.
 
     Args:
         draft: the object.

@@ -22,7 +22,7 @@ class Decoder:
         request: the request, with the target's lane, the drafter and the policy.
         prefill: lets the target and the drafter read the prompt.
         rounds: runs the rounds.
-        fits: whether the drafter may read n prompt tokens now; None: always.
+        fits: returns whether the drafter may read n prompt tokens now; None: always.
         decisions: with `explain`, the plan and the feedback of each round; else None.
     """
 
@@ -36,8 +36,8 @@ class Decoder:
         )
         self.fits: Callable[[int], bool] | None = None
         self.followed: Plan | None = None  # the last plan that compared drafts
-        self._plan: Plan | None = None  # of the next round, if already made
-        self._next_plan: Plan | None = None  # of the round after it
+        self._plan: Plan | None = None  # the next round's plan, if already made
+        self._next_plan: Plan | None = None  # the plan of the round after that
 
     @property
     def planned(self) -> bool:
@@ -46,7 +46,7 @@ class Decoder:
         return plan is not None and (plan.length > 0 or self._next_plan is not None)
 
     def next_round(self, budget: int, cut: Cut) -> str | None:
-        """Run and commit one round; return why the generation ends, None if it goes on.
+        """Run and commit a round; return why the generation ends; None: it continues.
 
         Args:
             budget: how many tokens may still be emitted, at least 1.
@@ -54,7 +54,7 @@ class Decoder:
 
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
-            ConstraintError: the constraint allows no token here, and no end either.
+            ConstraintError: the constraint allows neither a token here nor the end.
             Exception: the model, the drafter or the cut failed. The round is undone.
         """
         request, prefill, rounds = self.request, self.prefill, self.rounds
@@ -70,7 +70,7 @@ class Decoder:
         started = time.perf_counter()
         if masks is not None and (result := self._forced(masks, before, limit, cut)):
             return result.reason
-        if self._plan is None:  # else the last round made it, or a round that failed
+        if self._plan is None:  # else made in the last round, or left by a failed one
             self._plan = request.policy.plan(context, ready)
         if self._plan.length == 0 and self._next_plan is None:
             self._next_plan = request.policy.plan(context + 1, budget - 2)
@@ -133,7 +133,7 @@ class Decoder:
     def _forced(
         self, masks: Masks, before: Before, limit: int, cut: Cut
     ) -> RoundOutcome | None:
-        """Run a round whose draft is forced by the constraint; None: none is forced."""
+        """Run a round whose draft is forced by the constraint; None: no token is."""
         masks.text.check()
         request, rounds = self.request, self.rounds
         request.clock.start(behind=before.in_flight is not None)

@@ -12,9 +12,9 @@ class FinalCaches:
 
     Attributes:
         rounds: the rounds of the request.
-        hold_all: the target's caches end with every known token, also the last one.
-        yielded_only: they hold no token that was not yielded.
-        level_draft: the draft model's caches end with the tokens of the target's.
+        hold_all: the target's caches finally hold all known tokens, even the last one.
+        yielded_only: the target's caches finally hold yielded tokens only.
+        level_draft: the draft model's caches finally hold the same tokens as these.
     """
 
     rounds: Rounds
@@ -28,7 +28,7 @@ class FinalCaches:
             self.feed_last()
 
     def settle(self, reason: str) -> None:
-        """Bring the caches to their end state when the text has ended for a reason."""
+        """Bring the caches to their final contents; `reason` is why the text ended."""
         (request,) = self.rounds.running.requests
         if reason == "error":
             return
@@ -42,7 +42,7 @@ class FinalCaches:
                     lane.feed(tokens[lane.seen : min(seen, lane.seen + lane.room)])
 
     def feed_last(self) -> None:
-        """Feed the known tokens that the target has not seen; the prompt was read."""
+        """Feed the known tokens that the target has not seen, after the prefill."""
         rounds = self.rounds
         (request,) = rounds.running.requests
         tokens = request.sequence.tokens

@@ -1,4 +1,4 @@
-"""Drafts without a drafter: tokens that a constraint forces, as it allows no other.
+"""Drafts without a drafter: tokens that a constraint forces, allowing no others.
 
     schema  {"name": string}, committed nothing
     masks   {" alone, then name alone, then ":" alone, then many ids
@@ -21,15 +21,15 @@ from mlx_speculation.engine.round.request import Running
 def forced_drafts(
     running: Running, step: Pending | None, limits: Sequence[int]
 ) -> dict[int, Proposal]:
-    """Return the forced tokens of each request that has some, by its place.
+    """Return the forced tokens of requests that have some, by the request's place.
 
-    A request without a drafter gets none. Neither does a request on several ranks:
-    rank 0 sends the other ranks only the proposals of its drafter.
+    A request without a drafter gets none, nor does a request on several ranks: rank 0
+    sends the other ranks only the proposals of its drafter.
 
     Args:
         running: the requests, some of them under constraints.
-        step: the step in flight, if there is one. Each draft then begins with the
-            step's token, which is waited for here; the masks after it need it anyway.
+        step: the step in flight, if there is one. Each draft then begins with its
+            token; the function waits for this token, which the next masks need anyway.
         limits: how many tokens each request may draft, without the step's token.
     """
     result: dict[int, Proposal] = {}
@@ -50,7 +50,7 @@ def forced_drafts(
         except Exception:
             if running.alone:
                 raise
-            continue  # the masks of the round fail likewise, and end this request only
+            continue  # the round's masks fail in the same way, for this request only
         if forced:
             tokens = mx.array([*before, *forced], mx.uint32)
             result[place] = Proposal(tokens, source="forced")

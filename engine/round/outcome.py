@@ -73,13 +73,13 @@ Read = RoundOutcome | Exception  # the outcome of one request, or its error
 class Pending:
     """A submitted forward of the target whose result is not read yet."""
 
-    lane_round: RequestRound  # the transaction; of a plain step, committed already
+    lane_round: RequestRound  # the transaction; a plain step has committed it
     fed: int  # known tokens of each request that the forward read before the draft
     # The logits, if submitted before `decided`; None: submitted together with `decided`
     logits: mx.array | None
     decided: Decided  # the decisions on the requests' rows
     tokens: mx.array  # uint32 [requests]: the tokens that a plain step chose
-    # By place, of requests decided row by row: an iterator; each `next` decides a row
+    # By place, for each request decided row by row, an iterator that decides a row
     turns: Mapping[int, Iterator[Verified]] = field(default_factory=dict)
     # Places that the remaining requests had in this forward; None: no request has left
     places: Sequence[int] | None = None
@@ -105,7 +105,7 @@ class Pending:
         """Return the outcome of every request; call it after `wait`.
 
         Args:
-            drafts: one of each request; empty for a plain step.
+            drafts: one for each request; empty for a plain step.
         """
         result: dict[int, Read] = dict(self.decided.failed)
         for members, verified in self.decided.groups:

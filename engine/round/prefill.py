@@ -29,10 +29,10 @@ class Prefill:
         """Feed all known tokens but the last, which the first round feeds.
 
         Args:
-            fits: whether a chunk of n tokens may be fed now; None: always.
+            fits: returns whether a chunk of n tokens may be fed now; None: always.
 
         Returns:
-            Whether all were fed; if not, call it again.
+            Whether all these tokens were fed; if not, call `target` again.
         """
         started, target = time.perf_counter(), self._request.target
         unseen = self._request.sequence.tokens[target.seen : -1]
@@ -41,13 +41,13 @@ class Prefill:
         return complete
 
     def drafter(self, fits: Callable[[int], bool] | None = None) -> bool:
-        """Let the drafter read the prompt, called before its first draft.
+        """Let the drafter read the prompt; to be called before its first draft.
 
         Args:
-            fits: whether it may read a chunk of n tokens now; None: always.
+            fits: returns whether it may read a chunk of n tokens now; None: always.
 
         Returns:
-            Whether it has read the prompt; if not, call it again.
+            Whether the drafter has read the whole prompt; if not, call `drafter` again.
         """
         drafter, sequence = self._request.drafter, self._request.sequence
         if self.drafter_begun or drafter is None:

@@ -79,7 +79,7 @@ class Running:
         sequential: the places of requests whose rows are decided one by one, see
             `engine.round.sequential`.
         explain: whether the parts of the round's time are measured.
-        interrupt: an error that is no `Exception`, raised after the round; or None.
+        interrupt: a `BaseException`, to be raised after the round; None: there is none.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ that step:
     choices   c_2  c_3  c_4             accepted = 1 when c_2 = d_2
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
 
-Every request is cut at its stop tokens and its budget before the commit. A request that
-fails keeps nothing of the round. An error that concerns all requests undoes the round,
+Each outcome is cut at stop tokens and at the budget before the commit. A request that
+fails keeps no token of the round. An error that concerns all requests undoes the round,
 which can then run again.
 """
 
@@ -64,13 +64,13 @@ class Proposals:
         """Return a draft of each request, NOTHING if it has none.
 
         Args:
-            ahead: how many steps are in flight, 0 or 1. A draft begins with a guess of
-                the token of the step in flight.
+            ahead: how many steps are in flight, 0 or 1. If 1, each draft begins with a
+                guess of the step's token.
             limits: how many tokens each request's own drafter may propose; 0: none.
-            shared: the same for the shared drafter; only if no step is in flight.
+            shared: the same limits for the shared drafter, if no step is in flight.
         """
         # 2. The drafter proposes up to k tokens; its guard checks and submits them,
-        #    unread. One drafter serves all requests, or each request has its own.
+        #    without a read. Requests share one drafter, or each has its own.
         running, requests = self._running, self._running.requests
         running.clock.note("host")
         result = [NOTHING] * len(requests)
@@ -104,11 +104,11 @@ class Proposals:
     def settle(
         self, drafts: Sequence[Proposal], result: Sequence[Read], kept: list[int]
     ) -> None:
-        """Let each drafter keep the `kept` first tokens of its draft; below 0: undo."""
+        """Let each drafter keep the first `kept` tokens; below 0: undo the draft."""
         settled = [*kept]
         for place, one in enumerate(result):
             if isinstance(one, RoundOutcome) and one.first:
-                # The draft's first token stands for the step's.
+                # The draft's first token is a guess of the step's token.
                 right = one.tokens[:1] == drafts[place].tokens[:1].tolist()
                 settled[place] = 1 + kept[place] if right else 0
         for place, drafter in self._pending.items():
@@ -215,8 +215,8 @@ class Rounds:
         """Let the target verify drafts, and commit the accepted tokens.
 
         Args:
-            drafts: one of each request; see `propose`.
-            cuts: one of each request; gets its emitted tokens before the commit.
+            drafts: one for each request; see `propose`.
+            cuts: one for each request; applied to its outcome before the commit.
 
         Returns:
             The outcome of each request, or its error.
@@ -244,7 +244,7 @@ class Rounds:
             # 7. Cut at stop tokens and budget; settle the drafter; commit the target.
             result = self._cut(read, cuts, pending, ours)
             kept: list[int] = []  # accepted tokens of each request; -1: it has failed
-            keep: list[int] = []  # new rows of each that stay in the target's caches
+            keep: list[int] = []  # new rows of each request that its caches keep
             for one in result:
                 count = -1
                 if isinstance(one, RoundOutcome):
@@ -302,7 +302,7 @@ class Rounds:
         return result
 
     def _next_of(self, read: Read, one: Read, kept: int) -> int | None:
-        """Return the token that a cut dropped, if the caches hold all known ones."""
+        """Return the token that a cut dropped, if the caches hold all known tokens."""
         if isinstance(read, Exception) or isinstance(one, Exception):
             return None
         keep = len(one.tokens)

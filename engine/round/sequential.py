@@ -1,9 +1,9 @@
-"""Rows decided one by one, for logits processors with a state that is not declared.
+"""Rows decided one by one, for logits processors with an undeclared state.
 
 Such a processor is called once for each emitted token, in order, as in plain decoding.
-So a row is decided only when the token before it is known, was accepted and does not
-end the text. The host reads each decision, with one read a position for all such
-requests of a round. No step is submitted ahead.
+Therefore a row is decided only when the token before it is known, was accepted and does
+not end the text. The host reads the decisions of all such requests of a round together,
+one position at a time. No step is submitted ahead.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -60,7 +60,7 @@ def decide_sequentially(
     """Decide all rows; evaluate those of one position together.
 
     Args:
-        turns: of the requests, by their places.
+        turns: one for each request, by the request's place.
         failure: returns the error of one request, or raises it.
 
     Returns:

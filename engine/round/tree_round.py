@@ -46,10 +46,10 @@ class PendingTree(Pending):
 def nodes_for(request: Request, nodes: int) -> int:
     """Return how many nodes the trees of a request may have; 0: drafts are chains.
 
-    Drafts are chains under a constraint, with logits processors or a sampler function
-    of the user's, with XTC, under the rules of rejection and block verification, and
-    with caches that are to be quantized or cannot hold trees. A generator with trees
-    has no ranks and no exact mode.
+    Drafts are chains in each of these cases: a constraint; logits processors or a
+    sampler function of the user; XTC; the acceptance rules "rejection" and "block";
+    caches that will be quantized or cannot hold trees. A generator with trees has
+    neither several ranks nor an exact mode.
     """
     target = request.target
     keeps = target.quantization is None and holds_trees(target.caches)
@@ -63,7 +63,7 @@ def submit_tree(
     drafts: Sequence[Proposal],
     step: Pending | None = None,
 ) -> Pending:
-    """Submit a forward over the known tokens that the target has not seen and a tree.
+    """Submit a forward over the known tokens unseen by the target, and over a tree.
 
     Args:
         running: the single request.
@@ -87,7 +87,7 @@ def submit_tree(
     if exact:
         clock.submit("verify", logits)
     known = request.sequence
-    chain = mx.zeros(levels, mx.uint32)  # only the number of these tokens counts
+    chain = mx.zeros(levels, mx.uint32)  # only the number of these tokens matters
     result = verify_tree(
         request.verifier,
         logits,

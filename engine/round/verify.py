@@ -1,7 +1,7 @@
 """The target's forwards of a round, and the choices from their rows.
 
 step       known tokens only: committed when submitted; the last row chooses a token
-verify     each request's draft too: its rows and one more, decided on the device
+verify     drafts too: k + 1 rows of each request are decided on the device
 
 Requests are padded on the right to the longest draft. Each keeps a prefix of its rows:
 
@@ -55,12 +55,12 @@ def submit_verify(
     drafts: Sequence[Proposal],
     step: Pending | None,
 ) -> Pending:
-    """Submit a forward over the known tokens that the target has not seen and drafts.
+    """Submit a forward over the known tokens unseen by the target, and over drafts.
 
     Args:
         running: the requests.
         lane_round: the transaction.
-        drafts: one of each request, without the guess of a step's token.
+        drafts: one for each request, without the guess of the step's token.
         step: the step in flight, if there is one.
     """
     # 4. One forward of the target over the unseen known tokens and the drafts.
@@ -69,7 +69,7 @@ def submit_verify(
     matrix = rectangle(drafts)
     drafted = [draft.tokens for draft in drafts]
     if matrix is not None:
-        # Separately: in the graph of the logits they would be ready only with those.
+        # Submitted first: in one graph, they would be ready no earlier than the logits.
         clock.submit("draft", *drafted)
     both = fed if matrix is None else mx.concatenate([fed, matrix], axis=1)
     logits = lane_round.forward(both)[:, fed.shape[1] - 1 :]
@@ -110,7 +110,7 @@ def _decided(
     Args:
         running: the requests.
         logits: [requests, n, vocab].
-        drafts: one of each request.
+        drafts: one for each request.
         before: tokens of a step that come before the drafts, uint32 [requests, 1].
         matrix: the tokens of the drafts, [requests, n - 1].
 
@@ -168,6 +168,6 @@ def _decide_some(
 
 
 def _read(before: mx.array | None, matrix: mx.array | None) -> Any:
-    """Return the step's tokens and the drafts as lists, with one read for all."""
+    """Return the step's tokens and the drafts as lists, in a single read."""
     arrays = [array for array in (before, matrix) if array is not None]
     return mx.concatenate(arrays, axis=1).tolist() if arrays else None

@@ -1,12 +1,12 @@
 """Rehearsal of the shapes of rounds, so that their kernels are compiled in advance.
 
 A shape is a number of positions. If attention is planned for each number of keys
-(`models.lanes.rehearsal`), a shape is also a step of keys, such as 512 to 1,024. All
-shapes of the current step are rehearsed before the first round. From `AHEAD` tokens
-before the next step on, each round rehearses one of its shapes. Drafts are limited to
-rehearsed lengths, so no round waits for a compiler and no measured cost has that wait.
+(`models.lanes.rehearsal`), it also has a range of keys, such as 512 to 1,024. All
+shapes of the current range are rehearsed before the first round. From `AHEAD` tokens
+before the next range on, each round rehearses one shape of that range. Drafts are
+limited to rehearsed lengths, so no round and no measured cost includes a compilation.
 
-    key steps of 512, 300 tokens held   1 2 3 4 6 8 12 16 24 positions, at once
+    key ranges of 512, 300 tokens held   1 2 3 4 6 8 12 16 24 positions, at once
     490 held       1 position with 512 to 1,024 keys, a round, 2 positions, a round, ...
 """
 
@@ -33,7 +33,7 @@ from mlx_speculation.warn import notice
 
 # (thread, positions, keys or 0); mlx keeps the plans of each thread separately.
 Shape = tuple[int, int, int]
-# How many tokens before the next step of keys the rehearsal of its shapes begins.
+# The rehearsal of a range of keys begins this many tokens before the range.
 AHEAD = 32
 
 
@@ -93,7 +93,7 @@ class Warmup:
             drafter.discard()
 
     def _rehearse_one(self, context: int) -> None:
-        """Rehearse one shape of this step of keys, or of the next if it is near."""
+        """Rehearse one shape of this range of keys, or of the next range if near."""
         for rows in self._sizes:
             if self._shape(context, rows) not in self._met:
                 self._rehearse(context, rows)
