@@ -45,8 +45,8 @@ from mlx_speculation.warn import notice
 class GeneratorConfig:
     """Configuration that all streams of a generator share.
 
-    The hooks in its models are removed when it is garbage-collected, so every running
-    stream keeps a reference to it.
+    The hooks in the models are removed when this object is garbage-collected, so every
+    running stream keeps a reference to it.
     """
 
     model: nn.Module  # the target

@@ -2,7 +2,7 @@
 
 `mlx-speculation check --exact` measures it and writes it to a file beside the costs of
 rounds, one for each machine, mlx version, target and number of rows. A generator in
-exact mode reads the file, and refuses a model whose rows were seen to differ.
+exact mode reads the file, and refuses a model whose rows have differed.
 """
 
 from dataclasses import asdict, dataclass

@@ -43,7 +43,7 @@ class SpeculativeGenerator:
         print(generator.generate("def fib(n):", max_tokens=64).text)
 
     Streams of one generator are independent of each other, unless `draft` is a
-    drafter object of your own, which serves one open stream at a time.
+    drafter object of your own, which drafts for one open stream at a time.
 
     A drafter that fails is disabled for the rest of the stream, and the text goes on:
     `stats.drafter_faults` and a `DrafterFaultWarning` say how it failed.
@@ -228,7 +228,7 @@ class SpeculativeGenerator:
         """Measure costs of batch rounds; return a table for each number of rows.
 
         Args:
-            rows: numbers of rows; costs of other numbers are guessed from theirs.
+            rows: numbers of rows; costs of other numbers are estimated from these.
             contexts: as for `calibrate`, of the longest row.
             progress: as for `calibrate`.
 

@@ -31,7 +31,7 @@ class Memory:
         draft_caches: caches of the draft, and hidden states of the target that the
             draft has not read yet. Of a custom drafter: the arrays and caches in its
             attribute `held`, a list.
-        rounds: the most bytes that open rounds of the target and the draft model needed
+        rounds: the peak bytes that open rounds of target and draft model needed
             beside the caches, for a rollback or a partial commit: old buffers,
             recurrent states, recorded inputs. Measured in the first round of the
             largest width and in every 64th round.

@@ -33,7 +33,7 @@ class PrefixReuse:
     # Returns the lanes of the target and of draft models, in the order in which `cache`
     # was bound to the models; None: a lane to skip
     lanes: Callable[[], Sequence[Lane | None]]
-    reach: int  # how many tokens a round adds to a lane at most
+    reach: int  # the largest number of tokens that a round adds to a lane
     keys: Sequence[int]  # cache keys of the tokens of a prompt with images
     # Returns the head in the drafter, see `OpenDrafter.prefix_head`
     head: Callable[[], Any]
@@ -120,8 +120,8 @@ class PrefixReuse:
     def _places(self, tokens: Sequence[int], known: Sequence[int]) -> set[int]:
         """Return the positions at which later prompts are likely to diverge.
 
-        One is the end of the last complete turn, as templates change how the next turn
-        begins. The other is where the prompt diverges from earlier prompts.
+        One position is the end of the last complete turn, as templates change how the
+        next turn begins. The other is where the prompt diverges from earlier prompts.
         """
         places = range(len(known), 0, -1)
         end = next((at for at in places if tokens[at - 1] in self.ends), 0)

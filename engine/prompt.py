@@ -21,7 +21,7 @@ from mlx_speculation.models.vision import ImagePrompt
 from mlx_speculation.samplers import Rows
 
 CONTEXT = 8  # tokens decoded before an answer, so that a space at its start is kept
-MOST = 64  # most answers to one prompt that are compared
+MOST = 64  # the largest number of answers compared with one prompt
 
 # Text, token ids, the messages of a chat, or an image processor's output.
 Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]] | ImagePrompt
@@ -32,8 +32,8 @@ class Sequence:
     """The known tokens: those in the passed cache, the prompt, and the emitted ones."""
 
     tokens: list[int]  # the known token ids
-    # How many unknown tokens precede them, in a prompt cache that was passed without
-    # `cached_tokens`
+    # How many unknown tokens precede `tokens`, in a prompt cache that was passed
+    # without `cached_tokens`
     start: int = 0
     # Runs of tokens that stand for images, each as [start, stop)
     images: tuple[tuple[int, int], ...] = ()

@@ -35,8 +35,8 @@ class LogProb:
 
     Attributes:
         value: the natural logarithm of its probability.
-        top: pairs of a token id and its log-probability, the most probable first; of
-            equal ones, the chosen token first.
+        top: pairs of a token id and its log-probability, the most probable first; among
+            equally probable tokens, the chosen token comes first.
         row: log-probabilities of all ids, float32 [ids], lazy; only in chunks of a
             stream with `logprob_rows`, else None.
     """

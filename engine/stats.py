@@ -49,7 +49,7 @@ class Statistics:
             the rest of the stream, and the text goes on without it.
         paused: the reason why fewer than half of the rounds had drafts, if it is known
             and drafts were requested; else empty.
-        reads: how often the host waited for the device, beyond once in each round: for
+        reads: how often the host waited for the device, besides once per round: for
             a drafter that may stop early, in the middle of a draft; for a constraint,
             which needs the tokens before a row.
         reruns: partial acceptances that ran the target again, because a recurrent
@@ -63,7 +63,7 @@ class Statistics:
         prefill_seconds: time from the start to the first round.
         draft_seconds: time of the rounds until the drafted tokens are computed.
         verify_seconds: from there until the target's logits are computed; in plain
-            steps all time until then. It includes the replay of recurrent layers, which
+            steps, all time until then. Includes the replay of recurrent layers, which
             is computed with the next forward.
         sampler_seconds: from there until the tokens are chosen and counted.
         host_seconds: time of the rounds in which the host works and waits for nothing;

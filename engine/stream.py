@@ -64,7 +64,7 @@ class Generation:
         A further call, also after Ctrl-C, continues where the last one stopped.
 
         Args:
-            fits: whether a chunk of n tokens may be read now; None: always.
+            fits: returns whether a chunk of n tokens may be read now; None: always.
 
         Returns:
             Whether the prompt was read to its end.
@@ -314,8 +314,8 @@ class Stream:
         round.
 
         Args:
-            fits: whether the drafter may read a chunk of n prompt tokens now; None: it
-                reads the whole prompt before its first draft.
+            fits: returns whether the drafter may read a chunk of n prompt tokens now;
+                None: the drafter reads the whole prompt before its first draft.
         """
         self.generation.decoder.fits = fits
         with DeferredSignals(checkpoints=True):

@@ -9,13 +9,13 @@
 
 The thread waits for results in the order in which the device computes them, and a part
 ends when the thread wakes up. On a CPU the thread also waits while it submits a graph,
-since mlx takes more operations only when it has done earlier ones. So of the time of
-submitting, the processor time of the thread counts as host, and the rest as waiting for
-the logits, though some of it may be for the last drafted tokens. With CUDA the thread
-was seen to compute all that time (docs/log/rounds.md). So its processor time is not
-read, which makes a plain step of 3 ms 1 % shorter.
-A plain step submits its choice with its logits. So nearly all time of the choice is in
-`verify`, unless parts are exact or a constraint makes masks in between.
+since mlx takes more operations only when it has done earlier ones. Of the time spent on
+submitting, the thread's processor time therefore counts as host, and the rest as
+waiting for the logits, though part of the wait may be for the last drafted tokens. With
+CUDA the thread computed during all of this time (docs/log/rounds.md), so its processor
+time is not read, which makes a plain step of 3 ms 1 % shorter. A plain step submits its
+choice with its logits. Thus nearly all time of the choice is in `verify`, unless parts
+are exact or a constraint makes masks in between.
 
 The parts are exact in a stream with `explain=True`: each graph is submitted when the
 one before it is computed. This makes rounds slower, on 2 cores those of the dense demo
@@ -69,7 +69,7 @@ class RoundClock:
 
         Args:
             planning: seconds spent on the plan before this call; with a step in flight
-                they are a wait, since several ranks agree on the plan.
+                they count as waiting, since several ranks agree on the plan.
             behind: whether a step is in flight.
         """
         self._spent = {"draft": 0.0, "verify": 0.0, "sampler": 0.0, "host": 0.0}

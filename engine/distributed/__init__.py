@@ -1,11 +1,11 @@
 """A target that is sharded over several ranks: rank 0 leads, the others follow.
 
-Every rank runs the same program, and so the same forwards in the same order. Rank 0
+Every rank runs the same program: the same forwards in the same order. Rank 0
 decides what could differ between ranks: draft lengths, drafts, chosen tokens, the end
 of a stream. It sends its decisions as small arrays of `mx.distributed`; there is no
 other connection.
 
-    group             the ranks, and the exchange that checks that they are in step
+    group             the ranks, and the exchange that checks that their places agree
     ring_watch        detection of lost neighbours in mlx's ring
     session           one stream on all ranks
     leader_follower   draft lengths, drafter and verifier of leader and followers

@@ -3,8 +3,8 @@
 Ranks send each other arrays of `mx.distributed`. All ranks have to send the same number
 of bytes in the same order, which is:
 
-    exchange    before every forward each rank sends a line with the place of its
-                program, and receives the lines of all. If they differ, all ranks raise
+    exchange    before every forward, each rank sends a line with its place in the
+                program and receives all lines. If the places differ, all ranks raise
     forwards    the sums of the model's own layers, and in the graph rank 0's tokens
 
 An exchange is evaluated before anything else is submitted. No finalizer sends anything,
@@ -232,7 +232,7 @@ class RankGroup:
             "come apart. Let every rank make the same streams and ask for their chunks "
             "in the same order."
         )
-        if line is None:  # that rank waits for a forward of which no bytes will come
+        if line is None:  # that rank waits for a forward that will send no bytes
             self.leave(message)
         raise RankMismatchError(message)
 

@@ -8,7 +8,7 @@
                    and the accepted number in
                    the graph, in one array
 
-So only rank 0 has a drafter, and only rank 0 chooses tokens. All ranks make the same
+Thus only rank 0 has a drafter, and only rank 0 chooses tokens. All ranks make the same
 calls in the same order.
 """
 
@@ -132,7 +132,7 @@ class RankedDecisions(Verifier):
         """Return the leader's decision on `rows` rows of this rank's logits.
 
         If `decide` fails, for example in a user's logits processor, the followers get
-        unusable rows, which end the round there too. They get no log-probabilities.
+        unusable rows, which end the round there too. Log-probabilities are not sent.
 
         Args:
             decide: makes this rank's own decision; called on the leader alone.
@@ -175,7 +175,7 @@ def on_ranks(request: Request, session: RankSession) -> Request:
 def never_called(chooser: Chooser) -> Sampling:
     """Return the sampling options of a follower, which calls no logits processor.
 
-    It verifies row by row if the leader does.
+    It verifies row by row if the leader verifies row by row.
     """
     serial = not chooser.processors.parallel
     return replace(chooser.sampling, logits_processors=(_idle,) if serial else ())

@@ -37,8 +37,8 @@ from mlx_speculation.errors import (
 from mlx_speculation.models import broadcast
 from mlx_speculation.samplers import Sampling
 
-LEFT_BYTES = 600  # the most of an error's text
-_LETTERS = 60  # the most of a drafter's name and of a plan's reason
+LEFT_BYTES = 600  # the largest size of an error's text
+_LETTERS = 60  # the longest name of a drafter, or reason of a plan
 
 
 class ClosedByLeaderError(Exception):

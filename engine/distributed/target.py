@@ -23,7 +23,7 @@ from mlx_speculation.models import (
     spread_as,
 )
 
-# Parts of the target that a drafter on rank 0 may need all ranks for.
+# Parts of the target for which a drafter on rank 0 may need all ranks.
 STATES, OUTPUT = "hidden states", "the output layer"
 
 

@@ -69,8 +69,8 @@ def verify_both_ways(
 ) -> Iterator[Place]:
     """Yield comparisons at places that are evenly spread over the text.
 
-    The text before a place is fed by forwards over one token, or before every other
-    place over k + 1 tokens, since this changes the order of keys in a ring cache.
+    The text before a place is fed in forwards over one token; before every other place,
+    in forwards over k + 1 tokens, since these change the order of keys in a ring cache.
 
     Raises:
         InvalidRequestError: the text is too short.

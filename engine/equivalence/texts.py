@@ -1,10 +1,10 @@
 """Comparison of two texts of one model, with tolerance for rounding.
 
 A forward over k + 1 tokens and k + 1 forwards over one token compute the same logits,
-but with most matrix products not bit for bit. So the texts may differ from a position
-on at which two tokens are almost equally good. The tokens before that position are fed
-to the model again, once token by token and once in blocks, and the logits at the
-position are compared:
+but with most matrix products not bit for bit. The texts may therefore part at a
+position at which two tokens are almost equally good. The tokens before that position
+are fed to the model again, once token by token and once in blocks, and the logits at
+the position are compared:
 
     difference   the largest change of a logit between the two ways
     margin       the difference between the scores of the two tokens
@@ -40,8 +40,8 @@ class Parting:
     index: int  # the position, counted from the first generated token
     expected: int | None  # the expected text's token there; None: that text has ended
     got: int | None  # the other text's token there; None: that text has ended
-    margin: float  # between their scores, which include temperature and noise
-    difference: float  # the largest of a logit, before the temperature
+    margin: float  # between the two scores, which include temperature and noise
+    difference: float  # the largest difference of a logit, before the temperature
     allowed: float  # the largest margin of a near-tie
     edge: float  # the distance to the border of the top-p set; infinite without top-p
 
@@ -65,7 +65,7 @@ def find_parting(
     expected: Sequence[int],  # the text by forwards over one token
     got: Sequence[int],  # the text by forwards over several tokens
     *,
-    width: int,  # the most tokens of a forward
+    width: int,  # the largest number of tokens of a forward
     # The number of places in a block at which to try the row; None: all. Fewer are
     # faster, but may give a smaller difference than the text had.
     places: int | None = None,
@@ -102,8 +102,8 @@ def deciding_row(
     """Return the logits after the last of `tokens`, [1, vocab], in the model's dtype.
 
     All tokens of the prompt but the last are fed as in prefill, the rest in blocks: one
-    of `first` tokens, then of `width` tokens. The last block is filled up: its width
-    affects the row's rounding, the tokens after the row do not.
+    of `first` tokens, then of `width` tokens. The last block is filled up: the width of
+    a block affects the row's rounding, but the tokens after the row do not.
     """
     lane = make_lane(model)
     head, rest = list(tokens[: prompt - 1]), list(tokens[prompt - 1 :])

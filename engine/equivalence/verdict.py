@@ -6,7 +6,7 @@
     different       choices differ in a row without such a tie
 
 On most GPUs and with most BLAS libraries, rounding alone changes the choice between two
-almost equally good tokens. A margin of the size of the usual difference is such a tie;
+almost equally good tokens. A margin of the size of the usual difference is a near-tie;
 a margin many times larger is a fault.
 """
 

@@ -2,18 +2,19 @@
 
 This is the suffix automaton of Blumer et al. (1985), built online. A state stands for
 all substrings that end at the same positions; the longest of them has `length` tokens.
-The link of a state leads to the state of the next shorter suffix. So the last state's
-link leads to the longest suffix of the text that occurred before, without a search.
+The link of a state leads to the state of the next shorter suffix. The link of the last
+state thus leads to the longest suffix of the text that occurred before, without a
+search.
 
     text a b c a b      the last state's link is the state of "a b"
     match               length 2, end 2: c followed
 
 Each state also holds the end of its latest occurrence that has a successor, and the
 number of such occurrences. The share of a token is how often it followed a substring,
-divided by how often any token did. A new token changes the end and the count of each
-state on the path of links from the last state. The path is short in usual text, but in
-a long run of one token it is as long as the run, so it is cut. States beyond the cut
-keep an earlier occurrence, which is also valid, and their counts are too low.
+divided by how often any token followed it. A new token changes the end and the count of
+each state on the path of links from the last state. The path is short in usual text,
+but in a long run of one token it is as long as the run, so it is cut. States beyond the
+cut keep an earlier occurrence, which is also valid, and their counts are too low.
 """
 
 from array import array
@@ -21,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 BREAK = -1  # separates documents: no match and no continuation contains it
-# The most states whose end and count a new token changes.
+# The largest number of states whose end and count a new token changes.
 LONGEST_WALK = 32
-# The most links that a search follows for a token.
+# The largest number of links that a search follows for a token.
 LONGEST_FALL = 256
 # The value of `_token` for a state without transitions; no id, and not BREAK.
 _NOTHING = -2

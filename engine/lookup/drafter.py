@@ -1,7 +1,7 @@
 """The lookup drafter, which proposes the tokens that followed the same tokens before.
 
-Calibration uses a drafter with constant proposals in its place: the cost of a verify
-does not depend on the tokens.
+Calibration replaces a lookup by a drafter with constant proposals: the cost of the
+target's forward does not depend on the tokens.
 """
 
 import copy
@@ -24,7 +24,7 @@ from mlx_speculation.models import Lane
 
 _LARGEST_ID = 2**31 - 1
 _NOTHING_FOUND = replace(NOTHING, source="lookup")
-# The most tokens of earlier answers to keep; about 20 MB with their index.
+# The largest number of tokens of earlier answers to keep; about 20 MB with their index.
 HISTORY = 200_000
 
 
@@ -41,7 +41,7 @@ class LookupDraft(Draft):
     Args:
         corpus: documents to search, each a list of token ids of the target's
             tokenizer. A draft never continues beyond the end of a document.
-        history: the most tokens of earlier answers to search; 0: no answers. None:
+        history: how many tokens of earlier answers to search; 0: no answers. None:
             200,000 under the acceptance rule "keyed", where no draft changes a text,
             and 0 under the other rules, so that a seed always gives the same text.
 

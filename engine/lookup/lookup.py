@@ -53,8 +53,8 @@ class SharedPlaces:
 
     Args:
         documents: lists of token ids.
-        history: the most tokens of earlier answers.
-        texts: the most tokens of finished texts that stay indexed.
+        history: the largest number of tokens of earlier answers.
+        texts: the largest number of tokens of finished texts that stay indexed.
 
     Attributes:
         lock: held while a request reads or changes these, since streams may run in
@@ -157,7 +157,7 @@ class Lookup:
             (DOCUMENT, self._shared.documents),
         ]
         result = []
-        if self._text.complete:  # else the end of the text is not in it yet
+        if self._text.complete:  # else the index lacks the end of the text
             result.append((text.with_successor(text.match()), TEXT, text))
         for cursor, (place, automaton) in zip(self._cursors, places, strict=True):
             if automaton.tokens:

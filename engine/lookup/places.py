@@ -9,7 +9,7 @@ from mlx_speculation.engine.lookup.automaton import (
     SuffixAutomaton,
 )
 
-# The most tokens that are indexed at once. It takes 8 ms, and other requests wait.
+# The largest number of tokens indexed at once: in 8 ms, while other requests wait.
 CHUNK = 2048
 # A cursor that has to start anew in a text searches this many of its last tokens.
 LONGEST_SEARCH = 64

@@ -6,7 +6,7 @@ of a model or a head is its position in the draft; that of a looked-up token has
 
     length   the length of the match, with the proposed tokens before this one
     place    the place of the match, such as the text or a document
-    share    how often this token followed the match, of all tokens that did
+    share    how often this token followed the match, over how often any token did
     others   whether the matches of other places continue with the same tokens
 """
 
@@ -20,7 +20,7 @@ _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
 _LENGTH_OF = [bisect_left(_LENGTHS, length) for length in range(_LENGTHS[-1] + 2)]
 # Buckets of shares: unknown, 1 of 1, all of 2 or 3, all of more; then by fifths.
 _SHARES = 9
-# Buckets of others: 0 if no other place has a match; they agree up to here, or not.
+# Buckets of `others`: 0: no other place has a match; else all agree up to here, or not.
 AGREES, DIFFERS = 1, 2
 # A draft ends at this survival: a token of lower survival is not worth its row.
 LEAST_SURVIVAL = 1 / 64
@@ -38,8 +38,8 @@ class AcceptanceRates:
     Args:
         size: the number of buckets.
         first: the first rate of a bucket.
-        weight: the number of tokens that it weighs.
-        window: an average is over about this many tokens.
+        weight: the number of tokens that the first rate counts as.
+        window: the number of tokens, about, over which a rate is averaged.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ def lookup_buckets(
     Args:
         length: the length of the match.
         place: the index of its place in `PLACES`.
-        shares: for each token how often it followed, and how often any token did.
+        shares: for each token, how often it followed, and how often any token followed.
         same: the number of first tokens with which the matches of all other places
             continue too; None: no other place has a match.
     """

@@ -6,9 +6,9 @@
     for response in stream_generate(model, tokenizer, prompt, draft_model=small):
         print(response.text, end="")
 
-The text is that of mlx-lm without a draft: greedy without a sampler, otherwise of the
-sampler's distribution. mlx-lm treats some options differently with a draft; here they
-work as in plain decoding: `prefill_step_size` is 2048, `max_kv_size` and
+The text is that of mlx-lm without a draft: greedy if there is no sampler, else drawn
+from the sampler's distribution. mlx-lm treats some options differently with a draft;
+here they work as in plain decoding: `prefill_step_size` is 2048, `max_kv_size` and
 `prompt_progress_callback` have an effect, and a cache holds the last token.
 
 The call checks all arguments; the model runs when the first response is read. An
@@ -83,11 +83,11 @@ def stream_generate(
         num_draft_tokens: tokens to draft in a round; None: an adaptive number.
         max_kv_size: positions to keep; ignored if the model makes its own caches.
         prompt_cache: the target's caches, then perhaps the draft's; written to.
-        prefill_step_size: the most prompt tokens of a forward.
+        prefill_step_size: the largest number of prompt tokens of a forward.
         kv_bits: bits of the target's quantized caches; None: not quantized.
         kv_group_size: how many numbers share a scale.
         quantized_kv_start: the position from which on caches are quantized.
-        prompt_progress_callback: called with the prompt tokens read so far, and all.
+        prompt_progress_callback: called with the numbers of read and of all tokens.
         input_embeddings: refused, since drafts are proposed for token ids.
         seed: for a sampler of `make_sampler`; None: drawn from mlx's generator.
         exact: see `GeneratorOptions`; refuses custom samplers and `max_kv_size`.

@@ -66,7 +66,7 @@ def vision_stream_generate(
         draft_model: see `draft` of `GeneratorOptions`; None: plain decoding.
         num_draft_tokens: tokens to draft in a round; None: an adaptive number.
         max_tokens: at least 1.
-        prefill_step_size: the most prompt tokens of a forward.
+        prefill_step_size: the largest number of prompt tokens of a forward.
         temperature: 0 or None: greedy; for these options see `Sampling`.
         top_p: 1 or None: all tokens.
         min_p: 0: all tokens.

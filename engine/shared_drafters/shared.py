@@ -50,8 +50,8 @@ class SharedDrafter(ABC):
     """Drafts for many requests, which share its caches.
 
     `follow` is called before every round. A round with drafts then calls `prepare` and
-    `propose`, and after that `settle` and `done`, or `discard`. It never drafts while a
-    step is in flight.
+    `propose`, and after that either `settle` and `done`, or `discard`. The drafter
+    never drafts while a step is in flight.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class SharedDrafter(ABC):
     def settle(self, accepted: Sequence[int]) -> None:
         """Keep the `accepted` first tokens of each request's draft; below 0: it failed.
 
-        Legal once the round was read. An error of the drafter only disables it.
+        Legal once the round was read. A drafter's error only disables the drafter.
         """
         if self._round is None or self._chain is None:
             return

@@ -10,9 +10,10 @@ requests to the head's caches; the drafted chains follow them. An example:
     a = 1, known        t0 t1 t2 t3 d1 c      caches hold 0 1 2; 3 and 4 not read yet
     a = 3, known        t0 .. t3 d1 d2 d3 b   caches hold 0 1 2; 3 to 6 not read yet
 
-So the caches hold only committed positions of a request, whatever other requests
-accept; positions of drafts never stay. `engine/drafters/mtp.py` drafts for one request.
-`models/mtp/rounds.py` feeds requests whose caches hold different numbers of positions.
+Thus the caches hold only committed positions of a request, whatever other requests
+accept; drafted positions are always removed. `engine/drafters/mtp.py` drafts for one
+request. `models/mtp/rounds.py` feeds requests whose caches hold different numbers of
+positions.
 
 If the head raises, it is disabled for all requests. If its logits hold a NaN, it is
 disabled for the requests in whose rows they do.
@@ -89,7 +90,7 @@ class SharedHead(SharedDrafter):
     def _most(self, limits: list[int]) -> list[int]:
         """Return the limits; 0 for requests without the state before the newest token.
 
-        The state is missing if that token came from a cache, or does not exist.
+        The state is missing if that token came from a cache, or if there is none.
         """
         pairs = zip(limits, self._counts(), strict=True)
         return [limit if count > 0 else 0 for limit, count in pairs]

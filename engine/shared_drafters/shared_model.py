@@ -1,7 +1,7 @@
 """A draft model that drafts for many requests at once, one forward a token.
 
-The caches hold all known tokens of a request but the last ones. The number of missing
-tokens, the lag, is the same for all requests, so a forward needs no padding. After a
+The caches lack only the last known tokens of a request. The number of missing tokens,
+called the lag, is the same for all requests, so a forward needs no padding. After a
 round with a draft the lag is 2. If a request accepts all k tokens, its caches cannot
 hold more, since the last drafted token was not fed; if it accepts fewer, one row more
 is dropped than needed. So the first forward of a draft feeds two tokens a request.

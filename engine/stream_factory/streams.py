@@ -203,7 +203,7 @@ class StreamFactory:
     ) -> dict[str, Any]:
         """Return the values that have to agree on all ranks, by the name of the option.
 
-        If they differed, ranks would run different rounds and wait for each other for
+        If these differed, ranks would run different rounds and wait for each other for
         ever. Values that only rank 0 uses, such as its draft, are left out.
         """
         setup, length = self._setup, options.draft_length
@@ -235,7 +235,7 @@ class StreamFactory:
             return None
         if target.quantization is not None:  # the prefix cache holds no quantized rows
             return None
-        if images is not None and images.forward.one_pass:  # reads a prompt only whole
+        if images is not None and images.forward.one_pass:  # no part of a prompt
             return None
 
         def lanes() -> list[Lane | None]:
