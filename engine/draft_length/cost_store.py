@@ -64,7 +64,7 @@ class Source:
     def read(
         cls, key: dict[str, Any] | None, *, free: bool = False, name: str = "draft"
     ) -> "Source":
-        """Return a source with the costs stored under a key; None: none are."""
+        """Return a source with the costs stored under a key; None: no stored costs."""
         key = key and {"machine": machine(), **key}
         file = MeasuredFile(
             "costs", _VERSION, key, "What rounds cost is measured again."

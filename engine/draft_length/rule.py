@@ -14,9 +14,9 @@ length, E(n) is the mean over the requests.
 Drafts that are not known to pay are tried, short ones first, on credit: each source has
 a credit, counted in plain steps. The gain of a round over plain steps is added to the
 credit of its source, and a loss is subtracted. Each plain step adds a small share to
-all credits. A source without credit rests until its credit is positive; others draft
-meanwhile. Hence the drafts of a source lose at most the first credit, these shares, and
-the loss of one more round, if no round takes unusually long.
+all credits. A source without credit rests until its credit is positive; other sources
+may draft meanwhile. Hence the drafts of a source lose at most the first credit, these
+shares, and the loss of one more round, if no round takes unusually long.
 """
 
 from collections import defaultdict

@@ -36,7 +36,7 @@ class TargetInfo:
     tokenizer: Any  # its tokenizer
     folder: Path | None  # where it was loaded from; None: not known
     highest_id: int  # the largest token id that its text may contain
-    # The convention of an MTP head that the user or speculation.json names; None: none
+    # The MTP head's convention, if the user or speculation.json names one; else None
     convention: MtpConvention | None = None
     trust_remote_code: bool = False  # whether code in the folder of a draft may run
 

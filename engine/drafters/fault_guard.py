@@ -52,7 +52,7 @@ class CheckedChoose:
     Args:
         verifier: chooses tokens for the request.
         masks: masks of the request's constraint; None: it has no constraint.
-        tree: the most tokens of a tree; 0: the proposal has to be a chain.
+        tree: the largest number of tokens of a tree; 0: the proposal has to be a chain.
 
     Attributes:
         tree: as passed.

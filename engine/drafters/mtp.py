@@ -340,7 +340,7 @@ class MtpDrafter(OpenDrafter):
         The state that the first draft needs is left unread.
 
         Args:
-            longest: the most states that may remain unread; None: `LONGEST_LAG`.
+            longest: how many states may remain unread; None: `LONGEST_LAG`.
             until: states from this position on remain unread too; None: no others.
         """
         committed = self.committed

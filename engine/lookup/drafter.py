@@ -29,7 +29,7 @@ HISTORY = 200_000
 
 
 class LookupDraft(Draft):
-    """Proposes the tokens that followed the last tokens of the text before.
+    """Proposes what followed earlier occurrences of the text's last tokens.
 
         generator = SpeculativeGenerator(model, tokenizer, draft=LookupDraft())
 
@@ -124,7 +124,7 @@ class LookupDrafter(OpenDrafter):
 
 
 def measured_draft(draft: Draft | None) -> Draft:
-    """Return a draft without its lookups, or a `ConstantDraft` if it has no others."""
+    """Return a draft without its lookups, or a `ConstantDraft` if nothing is left."""
     others = [each for each in members_of(draft) if not each.free]
     if len(others) > 1:
         return CascadeDraft(*others)

@@ -13,14 +13,14 @@ BEFORE = 8
 class AnswerHistory:
     """Keeps answers, each with a few tokens before it, and drops the oldest.
 
-    Prompts are not kept: a prompt of an agent repeats most of the last prompt.
+    Prompts are not kept: an agent's prompt repeats most of the agent's last prompt.
 
     Answers are in two generations, each of at most half the limit. When the young
-    generation is full, it becomes the old one, and the old one is dropped. So at least
-    half of the limit is kept, and no token is indexed twice.
+    generation is full, it replaces the old one, which is dropped. Thus at least half of
+    the limit is kept, and no token is indexed twice.
 
     Args:
-        limit: the most tokens that are kept, counting a `BREAK` for each answer.
+        limit: the largest number of tokens to keep, with a `BREAK` for each answer.
 
     Attributes:
         generations: the young generation and the old one.
@@ -50,12 +50,12 @@ class TextPool:
     """Indexes of finished texts, for a later turn that continues one of them.
 
     Args:
-        limit: the most tokens of all indexes together; the oldest ones are dropped.
+        limit: the largest total number of indexed tokens; the oldest texts are dropped.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._indexes: list[GrowingIndex] = []  # the youngest first
+        self._indexes: list[GrowingIndex] = []  # the newest index first
 
     def take(self, tokens: Sequence[int]) -> GrowingIndex:
         """Take the index of the longest text with which these tokens begin.
@@ -83,7 +83,7 @@ class TextPool:
 
 
 def _begins(tokens: Sequence[int], kept: "array[int]") -> bool:
-    """Return whether `tokens` begin with `kept`; compare the last 64 tokens first."""
+    """Return whether `tokens` begin with `kept`; compare the end of `kept` first."""
     size, near = len(kept), max(0, len(kept) - 64)
     if not 0 < size <= len(tokens) or array("i", tokens[near:size]) != kept[near:]:
         return False

@@ -33,8 +33,8 @@ class Found:
 
     Attributes:
         tokens: the proposed continuation of the text.
-        survival: for each token the probability that it and all before are accepted;
-            improbable last tokens are left out.
+        survival: for each token, the probability that it and all tokens before it are
+            accepted; improbable last tokens are left out.
         place: one of `PLACES`; "" if there is no match.
         buckets: for each token of `survival` its bucket, see `survival`.
     """
@@ -100,7 +100,7 @@ class Lookup:
         """Index at most `limit` new tokens.
 
         Returns:
-            Whether all are indexed; until then a proposal searches the indexed part.
+            Whether all tokens are indexed; else only the indexed part is searched.
         """
         with self._shared.lock:
             if self._text is None:

@@ -54,7 +54,7 @@ class AcceptanceRates:
         self._keep = 1 - 1 / window
 
     def survival(self, buckets: Iterable[int]) -> list[float]:
-        """Return for each token the probability that it and all before are accepted.
+        """Return for each token the probability that all tokens up to it are accepted.
 
         Improbable last tokens are left out.
         """

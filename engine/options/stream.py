@@ -20,9 +20,9 @@ class StreamOptions:
         max_tokens: how many tokens to generate at most, 0 or more.
         sampling: options of the choice of tokens; None: greedy.
         stop: texts that end the generation; the text is cut before them.
-        stop_tokens: token ids that end it; None: those of the tokenizer.
+        stop_tokens: token ids that end the text; None: the tokenizer's end tokens.
         draft_length: the draft length of this stream, or a `DraftLengthPolicy`, which
-            is asked before each round; None: the generator's.
+            plans each round; None: the generator's draft length.
         max_draft: the longest draft of this stream; None: no limit.
         prompt_cache: the caller's mlx-lm caches of the target. `prompt` continues the
             tokens that they hold. The stream writes to them.
@@ -30,26 +30,26 @@ class StreamOptions:
             the caches' offset, or 0 if no cache has one (models of recurrent layers
             only); penalties and drafters then do not see these tokens.
         draft_cache: caches of the draft model that hold `cached_tokens`, or the
-            beginning of them.
-        logprobs: report the log-probability of each token, and this many of the most
-            probable ones; 0: of the token alone; None: no report.
-        constraint: a constraint on the generated text, such as `json_schema(...)`. A
-            text that ends with "stop" fits it, unless a stop string has cut the text.
+            first of these tokens.
+        logprobs: report the log-probability of each token and of this many most
+            probable tokens; 0: of the token only; None: no report.
+        constraint: a constraint on the generated text, like `json_schema(...)`. A text
+            that ends with "stop" fits the constraint, unless a stop string has cut it.
             Stop tokens are allowed where the text may end. If no other token is
             allowed there, the text ends without one.
         explain: keep the draft length of each round, the reason for it, and the parts
             of the round's time in `stream.decisions`. Measuring the parts makes rounds
             about 1 % slower, see `engine.timing`.
         prefill_step_size: how many tokens of a prompt one forward reads; None: 2048,
-            and 256 on a CPU, as Ctrl-C waits for the end of a forward.
+            and 256 on a CPU, since Ctrl-C has to wait for the end of a forward.
         prompt_progress: called with the number of tokens of each chunk of the prompt
             that the target has read.
         kv_quantization: quantization of the target's caches; None: they stay as they
             are.
-        logprob_rows: add the log-probabilities of all ids to that of each chunk.
-        yielded_only: let the caller's caches hold the prompt and the yielded tokens
-            alone after `close()`, without tokens of a round that were not yielded yet.
-            Such a close may cost forwards over at most the tokens of a draft.
+        logprob_rows: add the log-probabilities of all ids to each chunk's `logprob`.
+        yielded_only: after `close()`, let the caller's caches hold only the prompt and
+            the yielded tokens, without a round's tokens that were not yielded yet. Such
+            a close may cost forwards over at most the tokens of a draft.
         level_draft: at the end, let the draft model's caches hold the same tokens as
             the target's.
         prediction: a text, or its token ids, that the output may repeat in part, such

@@ -149,7 +149,7 @@ def outcomes(
     width = len(tokens) // len(drafted)
     result: list[RoundOutcome | NonFiniteLogitsError] = []
     for place, (k, accepted) in enumerate(zip(drafted, counts, strict=True)):
-        # Rows after the first rejection are not used, and neither is padding.
+        # Rows after the first rejection are not used, nor is padding.
         emitted = min(accepted + 1, width)  # width is 1 if rows are decided one by one
         rows = slice(place * width, place * width + emitted)
         if not all(map(math.isfinite, normals[rows])):

@@ -30,7 +30,7 @@ class Request:
     # decoding
     drafter: OpenDrafter | None
     policy: DraftLengthPolicy  # decides how many tokens to propose in a round
-    tree: int = 0  # the most nodes of a draft that is a tree; 0: drafts are chains
+    tree: int = 0  # the largest number of nodes of a tree; 0: drafts are chains
     # Decides on the target's rows in place of `verifier` on several ranks, see
     # `engine.distributed`; None: `verifier` does
     decisions: Verifier | None = None

@@ -77,7 +77,7 @@ class SharedHead(SharedDrafter):
         _head(self._requests[index]).take_back(*self._cache.extract(index))
 
     def leave(self, gone: Sequence[Drafted]) -> None:
-        """Let requests leave, and also those whose drafter is disabled."""
+        """Let these requests leave, and all others whose drafter is disabled."""
         stay = self._staying(gone)
         if len(stay) == len(self._requests):
             return
@@ -112,7 +112,7 @@ class SharedHead(SharedDrafter):
         return chain.drafts([min(limit, length) for limit in most], head.source)
 
     def _keep(self, accepted: list[int]) -> None:
-        """Keep the positions of committed text; those of drafts never stay."""
+        """Keep the positions of committed text, and none of drafted tokens."""
         self._round.commit()
 
     def _counts(self) -> list[int]:

@@ -140,7 +140,7 @@ class StreamFactory:
             )
 
     def _check_free(self) -> None:
-        """Refuse a second open stream of a drafter that serves one at a time."""
+        """Refuse a second open stream of a drafter that drafts for one at a time."""
         running = self._busy() if self._busy is not None else None
         if self._setup.decides and running is not None and not running.ended:
             raise InvalidRequestError(
