@@ -52,7 +52,7 @@ def read_verdict(model: nn.Module, shape: FixedShape) -> ExactVerdict | None:
 
 
 def check_verdict(model: nn.Module, shape: FixedShape) -> None:
-    """Refuse a model whose rows were seen to differ on this machine.
+    """Refuse a model whose rows have differed on this machine.
 
     Raises:
         InvalidRequestError: rows were seen to differ.

@@ -100,7 +100,7 @@ def held_memory(
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Size of a model's caches, in bytes, from a forward that is built and not run.
+    """Size of a model's caches, in bytes, from a forward that is built but not run.
 
     Attributes:
         row: bytes of one token in all layers that keep every token.

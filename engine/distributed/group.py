@@ -1,4 +1,4 @@
-"""The ranks of a group, and the exchange that checks that they are in step.
+"""The ranks of a group, and the exchange that compares their places in the program.
 
 Ranks send each other arrays of `mx.distributed`. All ranks have to send the same number
 of bytes in the same order, which is:
@@ -42,7 +42,7 @@ _met: dict[tuple[Any, ...] | None, "RankGroup"] = {}
 
 
 class Place(NamedTuple):
-    """The place of an exchange in the program; equal on ranks that are in step."""
+    """The place of an exchange in the program, which must be equal on all ranks."""
 
     kind: str  # "make" a generator, "begin" a stream, its next "round", or a "draft"
     number: int  # of the generator or the stream, in the order in which they are made
@@ -114,7 +114,7 @@ class RankGroup:
         return self._count
 
     def exchange(self, place: Place, said: Sequence[Any]) -> list[list[Any]]:
-        """Send values to all ranks, and return those of each rank; waits for all.
+        """Send values to all ranks, and wait for and return the values of each rank.
 
         Args:
             place: the place of this rank's program.
@@ -131,12 +131,12 @@ class RankGroup:
         return [line[3:] for line in lines if line]
 
     def texts(self, text: str, size: int) -> list[str]:
-        """Send a text to all ranks, and return each rank's, of at most `size` bytes."""
+        """Send a text of at most `size` bytes, and return the text of each rank."""
         raw = self._gather(text, size)
         return [each.decode(errors="replace").rstrip() for each in raw]
 
     def leave(self, why: str) -> None:
-        """Give up the group, while other ranks may wait for a forward of this rank.
+        """Give up the group when other ranks may be waiting for this rank's forward.
 
         In a ring these learn it at once. Nothing can begin on this group afterwards.
         """

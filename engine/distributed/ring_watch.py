@@ -109,7 +109,7 @@ class RingWatch:
             ended = bool(self.lost()) and self._end_if_stuck(time.monotonic())
 
     def _end_if_stuck(self, now: float) -> bool:
-        """Print that a thread is stuck inside of mlx, later end the process.
+        """Print that a thread is stuck inside of mlx, and later end the process.
 
         Returns:
             Whether the process was ended.

@@ -42,7 +42,7 @@ _LETTERS = 60  # the longest name of a drafter, or reason of a plan
 
 
 class ClosedByLeaderError(Exception):
-    """Ends the stream of a follower after the leader has closed its own."""
+    """Ends a follower's stream after the leader has closed the leader's stream."""
 
     def __init__(self, taken_back: int) -> None:
         super().__init__(taken_back)
@@ -139,7 +139,7 @@ class RankSession:
         return broadcast(array, self.group.group)
 
     def settled(self) -> None:
-        """Note the end of a round: no rank waits for a forward of this rank."""
+        """Record the end of a round: no rank waits for a forward of this rank."""
         self._owes = False
 
     def close(self, taken_back: int) -> None:
@@ -169,7 +169,7 @@ class RankSession:
         self._exchange(kind, ["left"], raw.decode(errors="ignore"))
 
     def end(self, error: BaseException | None = None) -> None:
-        """Note the end of the stream, and tell the other ranks of an `error`.
+        """Record the end of the stream, and tell the other ranks of an `error`.
 
         Raises:
             RankLostError: rank 0 has failed. It then sends unusable logits, so that no
@@ -238,7 +238,7 @@ def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _named(value: Any) -> Any:
-    """Return a value that JSON lacks as one that it has, the same on all ranks."""
+    """Return a JSON value for a value that JSON lacks, the same on all ranks."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,4 +1,4 @@
-"""Comparison of a verify in one forward with a verify in single steps.
+"""Comparison of verification in one forward with verification in single steps.
 
 A round of speculation needs one property: in each row, a forward over k + 1 tokens
 chooses the same token as k + 1 forwards over one token. This module runs both on the

@@ -99,7 +99,7 @@ class SuffixAutomaton:
         return NO_MATCH
 
     def with_successor(self, match: Match) -> Match:
-        """Return the longest suffix of a match that a token has followed."""
+        """Return the longest suffix of a match after which a token has occurred."""
         length, state = match
         for _ in range(LONGEST_FALL):
             if not state or self._end[state]:
@@ -124,7 +124,7 @@ class SuffixAutomaton:
         return result
 
     def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield for each token how often it followed, and how often any token did.
+        """Yield how often each token followed, and how often any token followed.
 
         Each token is counted after the tokens before it; if these never occurred in the
         index together, both numbers are 0.

@@ -27,7 +27,7 @@ LEAST_SURVIVAL = 1 / 64
 
 
 class AcceptanceRates:
-    """Exponential averages of the acceptance of each bucket, given that of all before.
+    """Exponential averages of each bucket's acceptance after accepted tokens only.
 
         rates = AcceptanceRates()
         rates.note([0, 1, 2, 3], right=2)   # 1, 1, 0; the last one is not counted

@@ -110,7 +110,7 @@ class Progress:
         self.total, self._read = total, 0
 
     def advance(self, tokens: int) -> None:
-        """Note and report that `tokens` more tokens are read."""
+        """Count and report `tokens` more tokens as read."""
         self._read = min(self._read + tokens, self.total)
         self.tell(self._read)
 

@@ -47,7 +47,7 @@ class Drafted(Protocol):
 
 
 class SharedDrafter(ABC):
-    """Drafts for many requests, which share its caches.
+    """Drafts for many requests, which share the drafter's caches.
 
     `follow` is called before every round. A round with drafts then calls `prepare` and
     `propose`, and after that either `settle` and `done`, or `discard`. The drafter
@@ -74,7 +74,7 @@ class SharedDrafter(ABC):
         self.done()
 
     def within(self, requests: Sequence[Drafted], limits: list[int]) -> list[int]:
-        """Return how many tokens each request can draft, of at most its limit."""
+        """Return how many tokens each request can draft, at most its limit."""
         return limits
 
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
@@ -84,7 +84,7 @@ class SharedDrafter(ABC):
     def propose(
         self, requests: Sequence[Drafted], limits: Sequence[int]
     ) -> tuple[list[Proposal], Failed]:
-        """Return a draft of each request, of at most its limit; up to 0: no draft."""
+        """Return a draft for each request, within its limit; 0 or less: no draft."""
         result, failed = [NOTHING] * len(requests), Failed()
         with self._disabling("propose", requests):
             self._place(requests)
@@ -101,7 +101,7 @@ class SharedDrafter(ABC):
         return result, failed
 
     def settle(self, accepted: Sequence[int]) -> None:
-        """Keep the `accepted` first tokens of each request's draft; below 0: it failed.
+        """Keep the first `accepted` tokens of each draft; below 0: the request failed.
 
         Legal once the round was read. A drafter's error only disables the drafter.
         """
@@ -137,7 +137,7 @@ class SharedDrafter(ABC):
 
     @abstractmethod
     def leave(self, gone: Sequence[Drafted]) -> None:
-        """Let requests leave, and also those whose drafter is disabled."""
+        """Let these requests leave, and all others whose drafter is disabled."""
 
     @abstractmethod
     def _most(self, limits: list[int]) -> list[int]:

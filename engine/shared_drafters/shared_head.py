@@ -1,4 +1,4 @@
-"""A head that drafts for many requests at once, one forward a token or a block.
+"""A head that drafts for many requests at once, in one forward per token or block.
 
 The head reads hidden states of the target: each round leaves the states of the
 positions that each request has committed. A draft first writes the new positions of all

@@ -1,4 +1,4 @@
-"""A draft model that drafts for many requests at once, one forward a token.
+"""A draft model that drafts for many requests at once, in one forward per token.
 
 The caches lack only the last known tokens of a request. The number of missing tokens,
 called the lag, is the same for all requests, so a forward needs no padding. After a
@@ -91,7 +91,7 @@ class SharedModel(SharedDrafter):
         self._lanes[self._requests[index]].caches = self.lane.extract(index)
 
     def leave(self, gone: Sequence[Drafted]) -> None:
-        """Let requests leave, and also those whose drafter is disabled."""
+        """Let these requests leave, and all others whose drafter is disabled."""
         for request in gone:
             self._lanes.pop(request, None)
         stay = self._staying(gone)
@@ -121,7 +121,7 @@ class SharedModel(SharedDrafter):
         return chain.drafts(most, "model")
 
     def _keep(self, accepted: list[int]) -> None:
-        """Keep the rows of all known tokens of each request but the last two."""
+        """Keep the rows of each request's known tokens, except the last two tokens."""
         lag = self._lag()
         self._round.commit([lag - 1 + count for count in accepted])
 
