@@ -96,7 +96,7 @@ def make_config(
         resolved = _resolved(target, options, ranked)
         draft = resolved.draft
         models = [] if draft is None else draft.models
-        shape, sliding, length = options.shape, options.sliding, options.draft_length
+        shape, sliding = options.shape, options.sliding
         for module in (model, *models):  # refuse unknown caches before any stream does
             Lane(module, sliding=sliding, shape=shape if module is model else None)
         prompts = Prompts(
@@ -126,19 +126,27 @@ def make_config(
             ranked=ranked,
             draft=draft,
             notices=(*resolved.notices, *_pauses(models, prompts.context_length)),
-            lengths=PolicyFactory(
-                model,
-                draft,
-                resolved.length if length is None else length,
-                shape=options.shape,
-                sliding=options.sliding,
-                compiled=options.compile_draft,
-                tree=options.tree,
-            ),
+            lengths=_lengths(model, resolved, options),
             options=options,
             kept_head=_bind(model, draft, options),
         )
         return _hooked(config, drafting)
+
+
+def _lengths(
+    model: nn.Module, resolved: Resolved, options: GeneratorOptions
+) -> PolicyFactory:
+    """Return the policy factory; a length in `options` precedes that of `resolved`."""
+    length = options.draft_length
+    return PolicyFactory(
+        model,
+        resolved.draft,
+        resolved.length if length is None else length,
+        shape=options.shape,
+        sliding=options.sliding,
+        compiled=options.compile_draft,
+        tree=options.tree,
+    )
 
 
 def _resolved(

@@ -80,8 +80,7 @@ def load(
             and keeps its part of the weights.
         parallel: the way to spread it: "tensor" or "pipeline".
         vision: whether to load the model with mlx-vlm, as a target that reads images;
-            None: only if the folder has a vision part, and mlx-lm does not know the
-            architecture.
+            None: if the folder has a vision part and mlx-lm lacks the architecture.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are

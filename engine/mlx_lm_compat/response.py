@@ -54,15 +54,12 @@ def responses(
         each: called after each response and at the end.
     """
     # A local name: if Python exits before the text ends, globals are None in `finally`.
-    working: Callable[[], AbstractContextManager[Any]] = (
-        nullcontext if device is None else partial(mx.stream, device)
-    )
-    sampling = stream.request.verifier.chooser.sampling
+    working = _working(device)
     make = partial(
         SpeculativeResponse,
         prompt_tokens=progress.total,
         stats=stream.stats,
-        seed=None if sampling.greedy or sampling.sampler else stream.seed,
+        seed=_seed(stream),
     )
     # `started` is the beginning of the prompt, then the time of the first token
     started, prompt_seconds, tokens = time.perf_counter(), 0.0, 0
@@ -70,21 +67,16 @@ def responses(
     try:
         while not stream.ended:
             with working():
-                chunk = next(stream, None)
-            if chunk is None:
-                return
+                if (chunk := next(stream, None)) is None:
+                    return
             each()
             if not tokens:
                 progress.tell(progress.total)
                 now = time.perf_counter()
                 prompt_seconds, started = now - started, now
             tokens += 1
-            if chunk.token not in tokenizer.eos_token_ids:
-                detokenizer.add_token(chunk.token)
-            if chunk.finish_reason is not None:
-                detokenizer.finalize()
             yield make(
-                text=detokenizer.last_segment,
+                text=_text(chunk, tokenizer, detokenizer),
                 token=chunk.token,
                 logprobs=_whole_row(chunk, vocab),
                 from_draft=chunk.origin.writer == "accepted",
@@ -100,6 +92,28 @@ def responses(
                 stream.close()
         finally:
             each()
+
+
+def _working(
+    device: mx.Stream | mx.ThreadLocalStream | None,
+) -> Callable[[], AbstractContextManager[Any]]:
+    return nullcontext if device is None else partial(mx.stream, device)
+
+
+def _seed(stream: Stream) -> int | None:
+    """Return the seed of a text; None: it is greedy, or a user's sampler draws."""
+    sampling = stream.request.verifier.chooser.sampling
+    return None if sampling.greedy or sampling.sampler else stream.seed
+
+
+def _text(chunk: Any, tokenizer: Any, detokenizer: Any) -> str:
+    """Return the text that a token completes."""
+    if chunk.token not in tokenizer.eos_token_ids:
+        detokenizer.add_token(chunk.token)
+    if chunk.finish_reason is not None:
+        detokenizer.finalize()
+    text: str = detokenizer.last_segment
+    return text
 
 
 class Progress:

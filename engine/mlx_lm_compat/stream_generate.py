@@ -99,16 +99,28 @@ def stream_generate(
     generator = SpeculativeGenerator(
         model, wrapped(tokenizer), draft=draft_model, draft_length=length, exact=exact
     )
-    given: Any = prompt
-    tokens = generator.encode(given)
+    step = checked_count("prefill_step_size", prefill_step_size, 1)
+    kv = quantization_of(kv_bits, kv_group_size, quantized_kv_start)
+    options: StreamKeywords = {"sampling": sampling, "kv_quantization": kv}
+    options |= {"prefill_step_size": step, "max_tokens": _checked_budget(max_tokens)}
+    passed = (prompt_cache, max_kv_size, prompt_progress_callback, stream)
+    return _responses(generator, prompt, options, *passed)
+
+
+def _responses(
+    generator: SpeculativeGenerator,
+    prompt: Any,
+    options: StreamKeywords,
+    prompt_cache: list[Any] | None,
+    max_kv_size: int | None,
+    callback: Callable[[int, int], Any] | None,
+    device: mx.Stream | mx.ThreadLocalStream | None,
+) -> Responses:
+    """Check the prompt and the caches, and return the responses of a stream."""
+    model, tokens = generator.model, generator.encode(prompt)
     caches = Caches.of(model, generator.draft_models, prompt_cache, max_kv_size)
-    progress = Progress(prompt_progress_callback, len(tokens))
-    checked_count("prefill_step_size", prefill_step_size, 1)
-    options: StreamKeywords = {
-        "sampling": sampling,
-        "kv_quantization": quantization_of(kv_bits, kv_group_size, quantized_kv_start),
-        "prefill_step_size": prefill_step_size,
-        "max_tokens": _checked_budget(max_tokens),
+    progress = Progress(callback, len(tokens))
+    options |= {
         "prompt_cache": caches.target,
         "draft_cache": caches.draft,
         "logprobs": 0,
@@ -123,7 +135,7 @@ def stream_generate(
         generator.tokenizer.detokenizer,
         progress,
         logit_width(model),
-        device=stream,
+        device=device,
         each=caches.write_back,
     )
 

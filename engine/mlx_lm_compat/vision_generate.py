@@ -53,8 +53,7 @@ def vision_stream_generate(
 ) -> Responses:
     """Generate as `mlx_vlm.stream_generate` does, faster if a draft helps.
 
-    The call checks all arguments and images; the model runs when the first response is
-    read.
+    The call checks all arguments; the model runs when the first response is read.
 
     Args:
         model: the target, loaded by mlx-vlm, or a `VisionTarget` of it.
@@ -79,34 +78,40 @@ def vision_stream_generate(
 
     Raises:
         TypeError: a keyword is unknown.
-        InvalidRequestError: audio or video was passed, an image cannot be read, or two
-            values do not fit.
+        InvalidRequestError: audio, video, an unreadable image, or two unfit values.
         UnsupportedModelError: the model's family is not supported.
     """
     _check_keywords(unknown, audio, video)
+    window = repetition_context_size or 0
+    drawn = (temperature or 0.0, top_p or 1.0, min_p, top_k or 0, seed)
+    sampling = _sampling(*drawn, repetition_penalty, window, logits_processors or ())
+    length = 0 if draft_model is None else num_draft_tokens
+    sizes = (max_tokens, prefill_step_size or PREFILL_STEP)
+    drafts = (draft_model, length)
+    return _responses(model, processor, prompt, image, sampling, drafts, sizes)
+
+
+def _responses(
+    model: nn.Module,
+    processor: Any,
+    prompt: str,
+    image: Any,
+    sampling: Sampling,
+    drafts: tuple[DraftArgument | None, int | None],  # the draft, and its length
+    sizes: tuple[int, int],  # of the text, and of a prefill step
+) -> Responses:
+    """Check the images and the sizes, and return the responses of a stream."""
     target = model if isinstance(model, VisionTarget) else VisionTarget(model)
+    draft, length = drafts
     generator = SpeculativeGenerator(
-        target,
-        tokenizer_of(processor),
-        draft=draft_model,
-        draft_length=0 if draft_model is None else num_draft_tokens,
+        target, tokenizer_of(processor), draft=draft, draft_length=length
     )
-    step = prefill_step_size or PREFILL_STEP
     options: StreamKeywords = {
-        "max_tokens": checked_count("max_tokens", max_tokens, 1),
-        "sampling": Sampling(
-            temperature=temperature or 0.0,
-            top_p=top_p or 1.0,
-            min_p=min_p,
-            top_k=top_k or 0,
-            seed=seed,
-            repetition_penalty=repetition_penalty,
-            repetition_context_size=repetition_context_size or 0,
-            logits_processors=logits_processors or (),
-        ),
+        "max_tokens": checked_count("max_tokens", sizes[0], 1),
+        "sampling": sampling,
         "logprobs": 0,
         "logprob_rows": True,
-        "prefill_step_size": checked_count("prefill_step_size", step, 1),
+        "prefill_step_size": checked_count("prefill_step_size", sizes[1], 1),
     }
     encoded: Any = prompt
     if images := _as_list(image):
@@ -118,6 +123,28 @@ def vision_stream_generate(
         _detokenizer(processor, generator.tokenizer),
         Progress(None, len(stream.request.sequence.tokens)),
         logit_width(target),
+    )
+
+
+def _sampling(
+    temperature: float,
+    top_p: float,
+    min_p: float,
+    top_k: int,
+    seed: int | None,
+    penalty: float | None,
+    window: int,
+    processors: Sequence[LogitsProcessor],
+) -> Sampling:
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        seed=seed,
+        repetition_penalty=penalty,
+        repetition_context_size=window,
+        logits_processors=processors,
     )
 
 

@@ -119,8 +119,7 @@ def attention(
         mask: "causal": the last row sees all columns; bool, which broadcasts to
             [batch, 1, rows, columns]: True where a row sees a column; None: each row
             sees all columns.
-        contiguous: whether keys and values are whole buffers. If so, the kernel kept on
-            disk is used, which copies inputs that are not contiguous.
+        contiguous: use the kernel kept on disk, which copies other keys and values.
 
     Returns:
         Like `queries`.
