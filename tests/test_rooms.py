@@ -24,6 +24,8 @@ FRONT = "src/mlx_speculation"
 FOLDERS = ("samplers", "caches", "models", "engine")
 FULL = 15
 LONG = 400
+# Most lines of a function and of a class, with their docstrings
+LONGEST = {ast.FunctionDef: 60, ast.AsyncFunctionDef: 60, ast.ClassDef: 250}
 
 # A layer may import from earlier layers; rooms of one layer do not import each other.
 # "engine" alone stands for the modules that no other layer names.
@@ -356,6 +358,17 @@ def test_no_room_is_too_full() -> None:
 
 def test_no_module_is_too_long() -> None:
     assert not too_long(), f"at most {LONG} lines: divide the module"
+
+
+def test_no_function_and_no_class_is_too_long() -> None:
+    too_long_parts = [
+        f"{module}: {node.name}"
+        for module in modules()
+        for node in ast.walk(ast.parse(source(module)))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and (node.end_lineno or 0) - node.lineno >= LONGEST[type(node)]
+    ]
+    assert not too_long_parts
 
 
 def test_a_file_name_says_the_same_in_every_room() -> None:
