@@ -112,7 +112,7 @@ def read_native(
     infos = _tree(_part(texts, "0"))
     need(
         isinstance(infos, list) and len(infos) == len(names),
-        f"it has {len(names)} caches, and other numbers",
+        f"it has {len(names)} caches, and not as many lists of numbers",
     )
     return [_cache31(name, states[i], infos[i], f"{i}") for i, name in enumerate(names)]
 
@@ -137,7 +137,7 @@ def _tree(named: dict[str, Any]) -> Any:
     for name in named:
         need(
             _PATH.fullmatch(name) is not None and len(name) < 100,
-            f"{shown(name)} is no place of a tensor or a text in mlx-lm's layout",
+            f"{shown(name)} is not the name of a tensor or a text in mlx-lm's layout",
         )
     return _nested({tuple(map(int, k.split("."))): v for k, v in named.items()})
 
@@ -155,11 +155,14 @@ def _nested(values: dict[tuple[int, ...], Any]) -> Any:
 
 def _scalars(arrays: dict[str, mx.array], kinds: Any) -> dict[str, Any]:
     """Return the numbers, texts and None that arrays stand for, by their names."""
-    need(isinstance(kinds, list), "its list of numbers is none")
+    need(isinstance(kinds, list), "its list of numbers is not a list")
     values = {}
     for index, pair in enumerate(kinds[1:], 1):
         fits = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
-        need(fits and pair[0] in arrays, f"2.{index} names no tensor and its kind")
+        need(
+            fits and pair[0] in arrays,
+            f"2.{index} is not the name of a tensor with its kind",
+        )
         values[pair[0]] = _scalar(arrays[pair[0]], pair[1], pair[0])
     return values
 

@@ -14,7 +14,8 @@ The twin's first write copies the whole buffer, since A then has two owners. A a
 both stay in memory as long as the speculation object. An ordinary speculation copies
 nothing of a KV cache.
 
-The rows that journals save of a ring are kept per cache object, so a twin has its own.
+Journals keep the overwritten rows of a ring per cache object, so a twin has rows of its
+own.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,7 @@ class IsolatedJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that may keep unequal counts; see `Journal`."""
+        """Number of requests, each of which may keep another number; see `Journal`."""
         return self._inner.rows
 
     def prepare(self, keep: Keep) -> None:

@@ -129,6 +129,6 @@ def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:
 
 
 def others_are_longer(caches: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Return whether other rows of a batch need more steps of columns than these."""
+    """Return whether a row outside `rows` needs a larger buffer than these rows."""
     result = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
     return any(leaf.needed() > leaf.needed(rows) for leaf in result)

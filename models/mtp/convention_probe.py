@@ -7,7 +7,7 @@ state affects only the second draft, so that field is decided last, by the secon
 
 Some converters leave a few norms in another form than the rest and do not say so, which
 lowers the acceptance rate. If the form is unknown and the head's agreement is not high,
-every subset of the norms that known packs leave in another form is tried.
+the probe also tries each set of norms that a known converter leaves in another form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ class HeadProbe:
         return text.score(logits[:, first - 2 :], first)
 
     def second(self, convention: MtpConvention) -> Score:
-        """Score the second drafts, which read the head's states of the first."""
+        """Score the second drafts; the head reads its states of the first drafts."""
         self.assume(convention)
         text, first = self._text, max(self._text.written, 3)
         drafted, hidden = [], getattr(text.states, convention.hidden)

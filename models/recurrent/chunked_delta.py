@@ -17,11 +17,11 @@ al. 2025, "Gated Delta Networks", equations 8 to 10. Nothing is divided by a dec
 decays of 0 do no harm. Each S_n takes one product with the U of the whole block, and is
 computed on request only.
 
-Results differ from the recurrence by rounding. So products are used only if rows of a
-block differ from single rows anyway, which holds for float32 on a CPU with OpenBLAS. If
-`models.ops` has a kernel, as on CUDA, the kernel runs the steps. mlx-lm's own scan runs
-in all other cases: with the reference BLAS, on Metal, where it has a kernel, and for
-single rows.
+Results differ from the recurrence by rounding. So products are used only where a row of
+a block has other bits than the same row alone anyway: in float32 on a CPU with
+OpenBLAS. If `models.ops` has a kernel, as on CUDA, the kernel runs the steps. mlx-lm's
+own scan runs in all other cases: with the reference BLAS, on Metal (mlx-lm has a kernel
+there), and for single rows.
 """
 
 import functools
@@ -35,8 +35,8 @@ from mlx_speculation.models.device_ops import Block, RunBlock
 from mlx_speculation.models.ops.dispatch import gated_delta_kernel
 from mlx_speculation.models.round_context import rows_differ
 
-# Rows of a block: up to here, products over all pairs of rows take less time than
-# steps. This is twice the longest draft of a lookup.
+# The largest block, in rows, in which products over all pairs of rows take less time
+# than steps: twice the longest draft of a lookup.
 LONGEST = 32
 
 

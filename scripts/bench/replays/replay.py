@@ -1,10 +1,9 @@
 """Replays traces of texts through draft length policies, without a clock.
 
 A trace has the result of each draft from each position (see scripts/traces.py), and a
-`Machine` has the cost of each round, so a policy gets the feedback that it would have
-got. The rounds are those of `engine.round.decoder` and `engine.batch.running`: a plain
-step submits the next one, which is in flight when the next round begins; a draft of
-that round follows the step's token. Lookups propose first and at no cost.
+`Machine` has the cost of each round, so a policy gets the feedback of a generation. The
+rounds are those of `engine.round.decoder` and `engine.batch.running`: a plain step
+submits the next one, whose token a draft of the next round follows. Lookups are free.
 """
 
 from collections.abc import Iterator, Sequence

@@ -59,7 +59,7 @@ class WholeText:
 
 
 def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
-    """Return drafting statistics of texts, with the sources of a draft "auto"."""
+    """Return drafting statistics of texts; a draft "auto" is shown as its sources."""
     every = [each.result.stats for each in endings]
     reached = zip_longest(*(each.reached for each in every), fillvalue=0)
     names = ("rounds", "drafts", "drafted", "accepted")

@@ -58,8 +58,8 @@ class SmallModelTrainee(Trainee):
         self._config.pop("quantization_config", None)
         if any("scales" in part for _, part in self.module.named_modules()):
             raise UnsupportedModelError(
-                f"The draft in {str(draft)!r} is quantized, and weights in 16 or 32 "
-                "bits can be trained. Take the original; --bits packs the result."
+                f"The draft in {str(draft)!r} is quantized, but only weights in 16 or "
+                "32 bits can be trained. Take the original; --bits packs the result."
             )
         self.module.set_dtype(mx.float32)
         mx.eval(self.module.parameters())
