@@ -1,6 +1,5 @@
 """Statistics of a generation."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mlx_speculation.engine.timing import RoundSeconds
@@ -117,6 +116,13 @@ class Statistics:
             counts.drafted += drafted
             counts.accepted += accepted
 
+    def spend(self, seconds: RoundSeconds) -> None:
+        """Add the time of a round."""
+        self.draft_seconds += seconds.draft
+        self.verify_seconds += seconds.verify
+        self.sampler_seconds += seconds.sampler
+        self.host_seconds += seconds.host
+
     @property
     def acceptance_rate(self) -> float:
         """Accepted over drafted tokens; 0 without drafts."""
@@ -147,12 +153,3 @@ class Statistics:
     def tokens_per_second(self) -> float:
         """Emitted tokens over the time of all rounds, without prefill."""
         return self.emitted / self.decode_seconds if self.decode_seconds else 0.0
-
-
-def spend(each: Iterable[Statistics], seconds: RoundSeconds) -> None:
-    """Add the time of a round to the counts of all requests that took part in it."""
-    for counts in each:
-        counts.draft_seconds += seconds.draft
-        counts.verify_seconds += seconds.verify
-        counts.sampler_seconds += seconds.sampler
-        counts.host_seconds += seconds.host

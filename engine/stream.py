@@ -17,8 +17,9 @@ from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.result import Chunk, Result
-from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.decoder import StreamDecoder
 from mlx_speculation.engine.round.final_caches import FinalCaches
+from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.errors import (
@@ -33,7 +34,7 @@ from mlx_speculation.interrupts import DeferredSignals, finalize, raised_by_sign
 class Generation:
     """One request from its prompt to its result, run by a stream or by a batch."""
 
-    decoder: Decoder  # runs the rounds
+    decoder: StreamDecoder  # runs the rounds
     chunks: ChunkQueue  # turns emitted tokens into chunks
     caches: FinalCaches  # brings the caches to their contents at the end
     out_of_positions: bool  # whether the target's positions end before `max_tokens`
@@ -101,7 +102,9 @@ class Generation:
             budget = chunks.max_tokens - self._statistics.emitted
             known = len(self._tokens)
             try:
-                chunks.reason = self.decoder.next_round(budget, chunks.cut)
+                (outcome,) = self.decoder.next_round([budget], [chunks.cut])
+                assert isinstance(outcome, RoundOutcome)  # else it was raised
+                chunks.reason = outcome.reason
             except BaseException:
                 if len(self._tokens) == known:  # the round was undone, can run again
                     chunks.undo()
@@ -249,13 +252,12 @@ class Stream:
         Raises:
             SpeculationError: the stream was not started with `explain=True`.
         """
-        decisions = self.generation.decoder.decisions
-        if decisions is None:
+        if not self.request.explain:
             raise SpeculationError(
                 "The stream keeps no decisions, since explain was False. Start it with "
                 "explain=True."
             )
-        return decisions
+        return self.generation.decoder.decisions
 
     @property
     def seed(self) -> int:

@@ -25,8 +25,7 @@ costs 0.2 %.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -34,8 +33,7 @@ T = TypeVar("T")
 Part = Literal["draft", "verify", "sampler"]
 
 
-@dataclass(frozen=True, slots=True)
-class RoundSeconds:
+class RoundSeconds(NamedTuple):
     """Seconds of a round by part; the module defines the parts."""
 
     draft: float = 0.0
@@ -46,7 +44,7 @@ class RoundSeconds:
     @property
     def total(self) -> float:
         """The time of the round."""
-        return self.draft + self.verify + self.sampler + self.host
+        return sum(self)
 
 
 NO_TIME = RoundSeconds()

@@ -130,7 +130,7 @@ def plain_step(positions: int) -> Iterator[None]:
     """
     # On a GPU a batch's step keeps the parts of the enclosing `rows_of_a_round`.
     parts = _parts.get()
-    if on_cpu():
+    if mx.default_device().type == mx.DeviceType.cpu:
         parts = [1, 0] if positions <= MOST_POSITIONS else None
     token = _parts.set(parts)
     try:

@@ -24,7 +24,7 @@ the same context as the forwards. On a machine that is busy otherwise, measure w
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -164,7 +164,7 @@ def parts_of(stream: "Stream", count: int) -> list[dict[str, float]]:
     with stream:
         while len(stream.decisions) < WARM_UP + count:
             next(stream)
-        return [asdict(outcome.parts) for _, outcome in stream.decisions[WARM_UP:]]
+        return [outcome.parts._asdict() for _, outcome in stream.decisions[WARM_UP:]]
 
 
 def row_of(taken: list[Taken]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Between two rounds the caches hold every request's known tokens except the last token.
 If a plain step is in flight (fed, its choices not read), they hold this token too.
 
-`engine.round` runs the rounds, each for all requests at once. `drafting` plans the
-drafts. This module hands the outcomes to the requests.
+`planning` has the decoder, which runs each round for all requests at once. This module
+hands the outcomes to the requests.
 
 An error that concerns all requests, such as a lack of memory, is raised after the round
 is rolled back; the round can be run again. An error of one request ends that request.
@@ -16,17 +16,12 @@ from functools import partial
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.batch.drafting import BatchDrafting
+from mlx_speculation.engine.batch.planning import BatchDecoder
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
-from mlx_speculation.engine.draft_length.base import Feedback
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
-from mlx_speculation.engine.drafters.base import NOTHING, Proposal
-from mlx_speculation.engine.round.forced import forced_drafts
 from mlx_speculation.engine.round.outcome import Read
 from mlx_speculation.engine.round.request import Running
-from mlx_speculation.engine.round.round import Rounds
-from mlx_speculation.engine.stats import spend
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.models import BatchLane, RowSizes
 
@@ -49,8 +44,8 @@ class RunningTogether:
         self._lane = BatchLane(model, sizes)
         self._statistics = statistics
         self._running = Running(self._lane, [], RoundClock(), alone=False)
-        self._rounds = Rounds(self._running)
-        self._drafting = BatchDrafting(self._rounds, lengths, sizes)
+        self._decoder = BatchDecoder(self._running, lengths, sizes)
+        self._rounds = self._decoder.rounds
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +72,7 @@ class RunningTogether:
     def _take(self, rows: list[BatchRequest]) -> None:
         self.rows = rows
         self._running.take([row.request for row in rows])
-        self._drafting.take(rows)
+        self._decoder.take(rows)
 
     def give_back(self, row: BatchRequest) -> None:
         """Copy a request's caches to its own lane, for the prefix cache to keep."""
@@ -112,36 +107,27 @@ class RunningTogether:
             drain: submit no further step, so that requests can join after the round.
         """
         self._begin()
-        rows, rounds, drafting = self.rows, self._rounds, self._drafting
+        rows, budgets, cuts = self.rows, [], []
         if not rows:
             return
-        before = rounds.begin()
-        context, ahead = 0, int(before.in_flight is not None)
-        room, cuts = [], []
         for row in rows:  # one loop: each comprehension would cost a call
-            context = max(context, len(row.tokens))
-            emitted = row.request.statistics.emitted
-            room.append(row.generation.chunks.max_tokens - emitted - 1 - ahead)
-            cuts.append(row.generation.chunks.cut)
+            chunks = row.generation.chunks
+            budgets.append(chunks.max_tokens - row.request.statistics.emitted)
+            cuts.append(chunks.cut)
         try:
-            forced = forced_drafts(self._running, before.in_flight, room)
-            limits = drafting.limits(room, context, forced)
-            drafts = drafting.propose(limits, ahead)
-            for place, draft in forced.items():
-                drafts[place] = draft
-            self._statistics.forwards += 1
-            self._statistics.row_rounds += len(rows)
-            if drafts.count(NOTHING) < len(drafts):
-                result = rounds.verify(drafts, cuts)
-            else:
-                submit = drafting.submits_next(limits, room, context, ahead)
-                result = rounds.plain(cuts, submit_next=submit and not drain)
-        except BaseException as error:
-            rounds.undo(before, error)
+            result = self._decoder.next_round(budgets, cuts, drain=drain)
+        except BaseException:
             for row in rows:
                 row.generation.chunks.undo()
             raise
-        self._finish(result, drafts, context, ahead)
+        self._statistics.forwards += 1
+        self._statistics.row_rounds += len(rows)
+        self._emit(result)
+        gone = [row for row in rows if row.ended]
+        if gone:
+            self.leave(gone)
+        if self._running.interrupt is not None:
+            raise self._running.interrupt
 
     def _begin(self) -> None:
         """Let ended requests leave, and end those whose constraint allows no token."""
@@ -163,58 +149,15 @@ class RunningTogether:
         if self._rounds.proposals.shared is not None:
             self._rounds.proposals.shared.follow(self._running.requests)
 
-    def _finish(
-        self,
-        result: Sequence[Read],
-        drafts: Sequence[Proposal],
-        context: int,
-        ahead: int,
-    ) -> None:
-        """Hand out the tokens, report to the policy, and let ended requests leave."""
-        seconds = self._running.clock.stop()
-        spend([row.request.statistics for row in self.rows], seconds)
-        accepted = self._emit(result)
-        drafted, gone = [], []
-        for place, row in enumerate(self.rows):
-            count = max(0, len(drafts[place].tokens) - ahead)
-            drafted.append(count)
-            if not count:
-                accepted[place] = 0
-            if row.error is not None or row.generation.result is not None:
-                gone.append(row)
-        self._statistics.drafted += sum(drafted)
-        self._statistics.accepted += sum(accepted)
-        widest = drafted.index(max(drafted))
-        feedback = Feedback(
-            drafted[widest],
-            accepted[widest],
-            seconds.total,
-            behind=bool(ahead),
-            ahead=self.in_flight,
-            parts=seconds,
-            fresh=self._drafting.met_new_shapes(),
-        )
-        for place, draft in enumerate(drafts):
-            if draft.source == "forced":  # by a constraint, not proposed by a drafter
-                drafted[place] = accepted[place] = 0
-        lengths = self._drafting.lengths
-        lengths.note(self.rows, context, drafted, accepted, feedback)
-        if gone:
-            self.leave(gone)
-        if self._running.interrupt is not None:
-            raise self._running.interrupt
-
-    def _emit(self, result: Sequence[Read]) -> list[int]:
-        """Turn outcomes into chunks; return how many tokens each request accepted."""
-        accepted = []
+    def _emit(self, result: Sequence[Read]) -> None:
+        """Turn outcomes into chunks; end requests that failed or whose text ends."""
         for row, one in zip(self.rows, result, strict=True):
-            generation, right = row.generation, 0
-            plan = self._drafting.lengths.plans[id(row.planner)]
-            if plan.compared:
-                generation.decoder.followed = plan
+            generation = row.generation
             try:
                 if isinstance(one, Exception):
                     raise one
+                self._statistics.drafted += one.drafted
+                self._statistics.accepted += one.accepted
                 if row.request.statistics.drafter_faults:
                     generation.warn_of_faults()
                 if one.reason is None and generation.prefixes is not None:
@@ -223,13 +166,10 @@ class RunningTogether:
                 if one.reason is not None:
                     with self._lent(row):
                         generation.end(one.reason)
-                right = one.accepted
             except BaseException as error:
                 row.chunks = []
                 row.fail(self._running.failure(error))
-            accepted.append(right)
             self._statistics.emitted += len(row.chunks)
-        return accepted
 
     @contextmanager
     def _lent(self, row: BatchRequest) -> Iterator[None]:

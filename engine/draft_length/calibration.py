@@ -1,7 +1,6 @@
 """Calibration: a policy that plans every draft length and records times of rounds."""
 
 from collections import defaultdict, deque
-from dataclasses import astuple
 from functools import partial
 from statistics import median
 
@@ -61,7 +60,7 @@ class Calibration:
         """Median seconds of the rounds by part."""
         result = {}
         for length, rounds in sorted(self._parts.items()):
-            parts = zip(*map(astuple, rounds), strict=True)
+            parts = zip(*rounds, strict=True)
             result[length] = RoundSeconds(*map(median, parts))
         return {bucket_of(self._context): result}
 

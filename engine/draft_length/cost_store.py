@@ -9,7 +9,7 @@ machine was busy would be used long afterwards.
 import math
 import os
 import platform
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -78,7 +78,7 @@ class Source:
         self.costs.take(totals(measured))
         self.measured |= measured
         parts = {
-            bucket: {length: astuple(one) for length, one in each.items()}
+            bucket: {length: tuple(one) for length, one in each.items()}
             for bucket, each in self.measured.items()
         }
         if self.file is not None:
@@ -108,7 +108,7 @@ def _parsed(fields: Any) -> tuple[PartsTable, int | None]:
         for bucket, each in fields["parts"].items()
     }
     rounds = [one for each in measured.values() for one in each.values()]
-    if not all(0 <= part < math.inf for one in rounds for part in astuple(one)):
+    if not all(0 <= part < math.inf for one in rounds for part in one):
         raise ValueError("the seconds of a part of a round are negative or infinite")
     if not all(one.total for one in rounds):
         raise ValueError("a round takes no time")

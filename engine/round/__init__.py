@@ -3,7 +3,7 @@
 Read in this order; the steps 1 to 8 of a round are numbered in comments:
 
     request      one request, and the requests that share a lane
-    decoder      one request: the plan before each round (1), the feedback after it
+    decoder      the control: plans (1), proposals, verification or step, feedback
     round        a plain step, or a draft (2) and its verification (3, 6, 7, 8)
     forced       drafts of tokens that a constraint forces
     verify       the target's forwards (4), and the decisions on their rows (5)
@@ -11,6 +11,6 @@ Read in this order; the steps 1 to 8 of a round are numbered in comments:
 
 Then, as needed, `prefill` (before the first round), `final_caches` (after the last),
 `sequential` (rows decided one by one), `tree_round` (drafts that are trees) and
-`warmup` (shapes compiled in advance). `engine.batch.running` plans the rounds of many
+`warmup` (shapes compiled in advance). `engine.batch.planning` plans the drafts of many
 requests. This package knows neither text nor how drafters make their drafts.
 """

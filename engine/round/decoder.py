@@ -1,43 +1,120 @@
-"""The decoder of one generation: plans rounds, runs them, reports to the policy."""
+"""Decoders plan rounds, run them, and report to the policies of draft lengths.
+
+`Decoder` controls the round of one request or of many. Plans differ: `StreamDecoder`
+follows the policy of its only request, and `engine.batch.planning` finds one plan for
+all requests of a batch.
+"""
 
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.drafters.base import NOTHING
+from mlx_speculation.engine.drafters.base import NOTHING, Proposal
 from mlx_speculation.engine.round.forced import forced_drafts
-from mlx_speculation.engine.round.outcome import Cut, RoundOutcome
+from mlx_speculation.engine.round.outcome import Cut, Read
 from mlx_speculation.engine.round.prefill import Prefill
 from mlx_speculation.engine.round.request import Request, Running
-from mlx_speculation.engine.round.round import Before, Rounds
-from mlx_speculation.engine.stats import spend
+from mlx_speculation.engine.round.round import Rounds
 from mlx_speculation.engine.timing import RoundSeconds
-from mlx_speculation.samplers.constraints.masks import Masks
+
+# How many tokens to draft for each request: by its own drafter, and by a shared one.
+Lengths = tuple[Sequence[int], Sequence[int]]
 
 
-class Decoder:
-    """Runs the rounds of one request until a cut ends the generation.
+class Decoder(ABC):
+    """Runs the rounds of the requests of a lane.
+
+    Attributes:
+        rounds: runs steps 2 to 8 of a round.
+        ahead: how many steps were in flight when the round began, 0 or 1.
+        room: how many tokens may be drafted for each request in the round.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self.rounds, self.ahead, self.room = Rounds(running), 0, list[int]()
+
+    def next_round(
+        self, budgets: Sequence[int], cuts: Sequence[Cut], *, drain: bool = False
+    ) -> list[Read]:
+        """Run and commit a round; return the outcome of each request, or its error.
+
+        Args:
+            budgets: how many tokens each request may still emit, at least 1.
+            cuts: cut the outcomes before anything is committed.
+            drain: submit no step of the next round.
+
+        Raises:
+            NonFiniteLogitsError: the target's logits are unusable.
+            ConstraintError: the constraint allows neither a token here nor the end.
+            Exception: the model, a drafter or a cut failed. The round is undone.
+        """
+        rounds, running, forced = self.rounds, self.rounds.running, {}
+        before, self.room = rounds.begin(), []
+        self.ahead = int(before.in_flight is not None)
+        for budget in budgets:  # a step in flight emits one token of the budget
+            self.room.append(budget - 1 - self.ahead)
+        try:
+            # 1. The policy picks k, within the budget and the room of the caches.
+            if running.masked:
+                running.clock.start(behind=self.ahead > 0)
+                forced = forced_drafts(running, before.in_flight, self.room)
+            lengths, shared = self._plan_round(forced)
+            drafts = [NOTHING] * len(budgets)
+            if any(lengths) or any(shared):
+                drafts = rounds.proposals.propose(self.ahead, lengths, shared)
+            for place, draft in forced.items():
+                drafts[place] = draft
+            if drafts.count(NOTHING) < len(drafts):
+                result = rounds.verify(drafts, cuts)
+            else:
+                submit_next = not drain and self._submits_next()
+                result = rounds.plain(cuts, submit_next=submit_next)
+        except BaseException as error:
+            rounds.undo(before, error)
+            raise
+        seconds = running.clock.stop()
+        for request in running.requests:
+            request.statistics.spend(seconds)
+        self._learn(drafts, result, seconds)
+        return result
+
+    @abstractmethod
+    def _plan_round(self, forced: Collection[int]) -> Lengths:
+        """Plan drafts but for `forced` places, read prompts, and start the clock."""
+
+    @abstractmethod
+    def _submits_next(self) -> bool:
+        """Return whether a plain step also submits the step of the next round."""
+
+    @abstractmethod
+    def _learn(
+        self, drafts: Sequence[Proposal], result: Sequence[Read], seconds: RoundSeconds
+    ) -> None:
+        """Report a committed round to the policies."""
+
+
+class StreamDecoder(Decoder):
+    """Runs the rounds of one request, whose policy plans the drafts.
 
     Attributes:
         request: the request, with the target's lane, the drafter and the policy.
         prefill: lets the target and the drafter read the prompt.
-        rounds: runs the rounds.
         fits: returns whether the drafter may read n prompt tokens now; None: always.
-        decisions: with `explain`, the plan and the feedback of each round; else None.
+        decisions: with `explain`, the plan and the feedback of each round.
+        followed: the last plan that compared drafts; None: no plan has.
     """
 
     def __init__(self, request: Request) -> None:
-        self.request = request
-        self.prefill = Prefill(request)
-        running = Running(request.target, [request], request.clock, alone=True)
-        self.rounds = Rounds(running)
-        self.decisions: list[tuple[Plan, Feedback]] | None = (
-            [] if request.explain else None
-        )
+        super().__init__(Running(request.target, [request], request.clock, alone=True))
+        self.request, self.prefill = request, Prefill(request)
+        self.decisions: list[tuple[Plan, Feedback]] = []
         self.fits: Callable[[int], bool] | None = None
-        self.followed: Plan | None = None  # the last plan that compared drafts
+        self.followed: Plan | None = None
         self._plan: Plan | None = None  # the next round's plan, if already made
         self._next_plan: Plan | None = None  # the plan of the round after that
+        self._follows: Plan | None = None  # the plan of this round, if it has one
+        self._context = self._length = 0  # of this round
 
     @property
     def planned(self) -> bool:
@@ -45,106 +122,52 @@ class Decoder:
         plan = self._plan
         return plan is not None and (plan.length > 0 or self._next_plan is not None)
 
-    def next_round(self, budget: int, cut: Cut) -> str | None:
-        """Run and commit a round; return why the generation ends; None: it continues.
-
-        Args:
-            budget: how many tokens may still be emitted, at least 1.
-            cut: cuts the outcome before anything is committed.
-
-        Raises:
-            NonFiniteLogitsError: the target's logits are unusable.
-            ConstraintError: the constraint allows neither a token here nor the end.
-            Exception: the model, the drafter or the cut failed. The round is undone.
-        """
-        request, prefill, rounds = self.request, self.prefill, self.rounds
-        counts, masks, context = request.statistics, request.masks, request.target.seen
-        before = rounds.begin()
-        behind = before.in_flight is not None
-        # 1. The policy picks k, within the budget and the room of the caches.
-        limit = budget - 1 - behind  # a step in flight emits one token of the budget
+    def _plan_round(self, forced: Collection[int]) -> Lengths:
+        request, limit = self.request, self.room[0]
+        self._context, self._length = request.target.seen, 0
         if request.target.quantization or request.target.shape:
-            unseen = len(request.sequence.tokens) - context
-            limit = min(limit, request.target.room - max(1, unseen))
-        ready = request.warmup.limit(context, limit) if request.warmup else limit
-        started = time.perf_counter()
-        if masks is not None and (result := self._forced(masks, before, limit, cut)):
-            return result.reason
+            limit = request.within(limit)
+        if request.warmup is not None:
+            limit = request.warmup.limit(self._context, limit)
+        self._follows, started = None, time.perf_counter()
+        if forced:
+            return [0], ()
         if self._plan is None:  # else made in the last round, or left by a failed one
-            self._plan = request.policy.plan(context, ready)
+            self._plan = request.policy.plan(self._context, limit)
         if self._plan.length == 0 and self._next_plan is None:
-            self._next_plan = request.policy.plan(context + 1, budget - 2)
-        plan, planning = self._plan, time.perf_counter() - started
-        drafted, accepted = counts.drafted, counts.accepted
-        try:
-            length = min(plan.length, ready) if request.drafter is not None else 0
-            prepared = (
-                plan.length == 0 or prefill.drafter_begun or prefill.drafter(self.fits)
-            )
-            if not prepared:  # drafter prefill is unfinished: run a plain step first
-                self._next_plan, length = plan, 0
-            next_plan = self._next_plan
-            request.clock.start(planning=planning, behind=behind)
-            # Steps 2 to 8 are in `Rounds`.
-            drafts = [NOTHING]
-            if length > 0:
-                drafts = rounds.proposals.propose(int(behind), [length])
-            if drafts[0] is not NOTHING:
-                (outcome,) = rounds.verify(drafts, [cut])
-            else:
-                ahead = length > 0 or next_plan is None or not next_plan.length
-                (outcome,) = rounds.plain([cut], submit_next=ahead)
-            seconds = request.clock.stop()
-        except BaseException as error:
-            rounds.undo(before, error)
-            raise
-        assert isinstance(outcome, RoundOutcome)
-        self._plan, self._next_plan = next_plan, None
-        spend([counts], seconds)
-        if prepared:
-            fresh = (counts.drafted - drafted, counts.accepted - accepted)
-            self._learn(context, plan, fresh, seconds, behind)
-        return outcome.reason
+            after = self.room[0] + self.ahead - 1
+            self._next_plan = request.policy.plan(self._context + 1, after)
+        planning, length = time.perf_counter() - started, self._plan.length
+        prefill = self.prefill
+        if not length or prefill.drafter_begun or prefill.drafter(self.fits):
+            self._follows = self._plan
+            self._length = 0 if request.drafter is None else min(length, limit)
+        request.clock.start(planning=planning, behind=self.ahead > 0)
+        return [self._length], ()
+
+    def _submits_next(self) -> bool:
+        if self._follows is None:  # drafter prefill is unfinished
+            return False
+        return self._length > 0 or not (self._next_plan and self._next_plan.length)
 
     def _learn(
-        self,
-        context: int,
-        plan: Plan,
-        fresh: tuple[int, int],
-        seconds: RoundSeconds,
-        behind: bool,
+        self, drafts: Sequence[Proposal], result: Sequence[Read], seconds: RoundSeconds
     ) -> None:
-        """Report a round's tokens (drafted, accepted) and its time to the policy."""
-        prefill, ahead = self.prefill, self.rounds.in_flight is not None
+        plan, outcome, prefill = self._follows, result[0], self.prefill
+        if plan is None or isinstance(outcome, Exception):
+            return
+        self._plan, self._next_plan = self._next_plan, None
         reading, prefill.drafter_seconds = prefill.drafter_seconds, 0.0
         feedback = Feedback(
-            *fresh,
-            seconds.total,
-            behind=behind,
-            ahead=ahead,
+            outcome.drafted,
+            outcome.accepted,
+            sum(seconds),
+            behind=self.ahead > 0,
+            ahead=self.rounds.in_flight is not None,
             parts=seconds,
             reading=reading,
         )
-        followed = self.request.policy.note(context, plan, feedback) or plan
+        followed = self.request.policy.note(self._context, plan, feedback) or plan
         self.followed = followed if followed.compared else self.followed
-        if self.decisions is not None:
+        if self.request.explain:
             self.decisions.append((followed, feedback))
-
-    def _forced(
-        self, masks: Masks, before: Before, limit: int, cut: Cut
-    ) -> RoundOutcome | None:
-        """Run a round whose draft is forced by the constraint; None: no token is."""
-        masks.text.check()
-        request, rounds = self.request, self.rounds
-        request.clock.start(behind=before.in_flight is not None)
-        try:
-            drafts = forced_drafts(rounds.running, before.in_flight, [limit])
-            if not drafts:
-                return None
-            (outcome,) = rounds.verify([drafts[0]], [cut])
-        except BaseException as error:
-            rounds.undo(before, error)
-            raise
-        spend([request.statistics], request.clock.stop())
-        assert isinstance(outcome, RoundOutcome)
-        return outcome

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.round import Rounds
 from mlx_speculation.engine.round.verify import submit_step
 
@@ -49,7 +50,7 @@ class FinalCaches:
         if request.target.seen < len(tokens):
             if rounds.running.sequential:  # a step would call the logits processors
                 request.target.feed(tokens[request.target.seen :])
-                rounds.next_token = None
+                rounds.last = None
             else:
                 rounds.in_flight = submit_step(rounds.running)
 
@@ -59,14 +60,14 @@ class FinalCaches:
         Legal only right after the last round, which emitted them. The round is rolled
         back, and its remaining tokens are fed again one by one, as in plain decoding.
         """
-        (request,), lane_round = self.rounds.running.requests, self.rounds.last_round
+        (request,), last = self.rounds.running.requests, self.rounds.last
         target, tokens = request.target, request.sequence.tokens
         kept = len(tokens) - count
         request.open_drafter.discard()
-        if target.seen > kept and lane_round is not None:
-            lane_round.rollback()
+        if target.seen > kept and last is not None:
+            last[0].rollback()
         del tokens[kept:]
-        self.rounds.next_token = None
+        self.rounds.last = None
         target.feed(tokens[target.seen :], step=1)
 
     def next_token(self) -> int | None:
@@ -80,6 +81,17 @@ class FinalCaches:
         if text is not None and not text.goes_on:
             return None
         if self.rounds.in_flight is None:
-            return self.rounds.next_token
+            return self._dropped()
         (result,) = self.rounds.in_flight.read()
         return None if isinstance(result, Exception) else result.tokens[0]
+
+    def _dropped(self) -> int | None:
+        """Return the first token that a cut dropped, if the caches hold all others."""
+        if self.rounds.last is None:
+            return None
+        _, read, result, accepted = self.rounds.last
+        assert isinstance(read, RoundOutcome)
+        assert isinstance(result, RoundOutcome)
+        keep = len(result.tokens)
+        all_held = keep < len(read.tokens) and result.first + accepted == keep
+        return read.tokens[keep] if all_held else None

@@ -31,13 +31,17 @@ def forced_drafts(
         step: the step in flight, if there is one. Each draft then begins with its
             token; the function waits for this token, which the next masks need anyway.
         limits: how many tokens each request may draft, without the step's token.
+
+    Raises:
+        ConstraintError: the only request may be followed by no token, nor may it end.
     """
     result: dict[int, Proposal] = {}
-    if not running.masked:
-        return result
     ahead: Any = None
     for place, request in enumerate(running.requests):
         limit = min(limits[place], request.policy.longest)
+        if running.alone and request.text is not None:
+            request.text.check()
+            limit = request.within(limit)
         ranked = request.decisions is not None
         if request.text is None or request.drafter is None or ranked or limit <= 0:
             continue

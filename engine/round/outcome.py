@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import mlx.core as mx
@@ -116,20 +117,9 @@ class Pending:
                 counts.append(len(draft.tokens) if tree is None else tree.levels)
             result.update(zip(members, outcomes(verified, counts), strict=True))
         for place in self.turns:
-            result[place] = EMPTY
+            result[place] = RoundOutcome([], [])
         places = range(len(result)) if self.places is None else self.places
         return [*map(result.__getitem__, places)]
-
-
-EMPTY = RoundOutcome([], [])
-
-
-def outcome_of(verified: Verified) -> RoundOutcome:
-    """Return the outcome of one request, or raise NonFiniteLogitsError."""
-    (result,) = outcomes(verified, [len(verified.tokens) - 1])
-    if isinstance(result, NonFiniteLogitsError):
-        raise result
-    return result
 
 
 def outcomes(
@@ -155,17 +145,13 @@ def outcomes(
         if not all(map(math.isfinite, normals[rows])):
             result.append(_unusable(normals[rows]))
             continue
-        origins = [*_origins(emitted, accepted, k)]
+        origins = [*map(origin_of, range(emitted), repeat(accepted), repeat(k))]
         report = () if verified.log_probs is None else listed(verified.log_probs, rows)
         result.append(RoundOutcome(tokens[rows], origins, k, accepted, report))
     return result
 
 
 @lru_cache
-def _origins(emitted: int, accepted: int, drafted: int) -> tuple[Origin, ...]:
-    return tuple(origin_of(index, accepted, drafted) for index in range(emitted))
-
-
 def origin_of(index: int, accepted: int, drafted: int) -> Origin:
     """Return the origin of the token that row `index` of a round emits."""
     if index < accepted:

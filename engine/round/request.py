@@ -55,6 +55,14 @@ class Request:
         """Return whether the request may get drafts."""
         return self.drafter is not None and self.policy.longest > 0
 
+    def within(self, limit: int) -> int:
+        """Return how many tokens may be drafted in the room of the target's caches."""
+        target = self.target
+        if not (target.quantization or target.shape):
+            return limit
+        unseen = len(self.sequence.tokens) - target.seen
+        return min(limit, target.room - max(1, unseen))
+
     @property
     def text(self) -> Constrained | None:
         """The text under its constraint, if there is one."""

@@ -99,6 +99,8 @@ class Proposals:
             request.statistics.reads += draft.reads
             request.statistics.empty_drafts += draft is not NOTHING
         running.clock.note("draft")
+        if result.count(NOTHING) == len(result):
+            self.discard()
         return result
 
     def settle(
@@ -144,8 +146,8 @@ class Rounds:
         running: the requests.
         proposals: drafts for them.
         in_flight: a plain step that was submitted and is not read yet; or None.
-        next_token: the first token that a cut dropped from the last round; or None.
-        last_round: the last round, if `verify` ran it for a single request; or None.
+        last: of a single request's last round, if it was verified: the transaction, the
+            outcome before and after the cut, and the number of accepted tokens.
     """
 
     def __init__(self, running: Running) -> None:
@@ -153,12 +155,11 @@ class Rounds:
         self.proposals = Proposals(running)
         self._committed = False
         self.in_flight: Pending | None = None
-        self.next_token: int | None = None
-        self.last_round: RequestRound | None = None
+        self.last: tuple[RequestRound, Read, Read, int] | None = None
 
     def begin(self) -> Before:
         """Begin a round; return the state that `undo` restores."""
-        self.last_round = None  # frees the caches' state before that round
+        self.last = None  # frees the caches' state before that round
         self._committed, self.running.interrupt = False, None
         self.proposals.failed = {}
         known, states = [], []
@@ -260,10 +261,10 @@ class Rounds:
             self.in_flight = None
             lane_round.commit(keep)
             self._committed = True
-            self.last_round = lane_round if running.alone else None
+            if running.alone:
+                self.last = lane_round, read[0], result[0], kept[0]
         # 8. The commit has succeeded: update constraints, processors and counts.
         self.proposals.done()
-        self.next_token = self._next_of(read[0], result[0], kept[0])
         self._count(result, ours)
         return result
 
@@ -293,21 +294,10 @@ class Rounds:
             except BaseException as error:
                 result[place] = running.failure(error)
         if turns:
-            for place, one in decide_sequentially(turns, running.failure).items():
+            for place, one in decide_sequentially(turns, running).items():
                 result[place] = one
-                if isinstance(one, RoundOutcome):
-                    reads = len(one.tokens) - 1 + (len(drafts[place].tokens) > 0)
-                    running.requests[place].statistics.reads += reads
             running.clock.note("sampler")
         return result
-
-    def _next_of(self, read: Read, one: Read, kept: int) -> int | None:
-        """Return the token that a cut dropped, if the caches hold all known tokens."""
-        if isinstance(read, Exception) or isinstance(one, Exception):
-            return None
-        keep = len(one.tokens)
-        all_held = keep < len(read.tokens) and one.first + kept == keep
-        return read.tokens[keep] if all_held else None
 
     def _count(self, result: Sequence[Read], drafts: Sequence[Proposal] | None) -> None:
         """Update each request's constraint, processors and counts after a round."""

@@ -6,7 +6,7 @@ not end the text. The host reads the decisions of all such requests of a round t
 one position at a time. No step is submitted ahead.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 import mlx.core as mx
@@ -16,8 +16,10 @@ from mlx_speculation.engine.round.outcome import (
     Read,
     RoundOutcome,
     origin_of,
-    outcome_of,
+    outcomes,
 )
+from mlx_speculation.engine.round.request import Running
+from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.samplers import Constrained, Verified
 
 # Yields the arrays of a row that it has decided, and goes on once they are evaluated.
@@ -34,7 +36,9 @@ def turn_of(
     whole = RoundOutcome([], [])
     for verified in rows:
         yield verified.arrays
-        one = outcome_of(verified)
+        (one,) = outcomes(verified, [len(verified.tokens) - 1])
+        if isinstance(one, NonFiniteLogitsError):
+            raise one
         accepted = whole.accepted + one.accepted
         origin = origin_of(len(whole.tokens), accepted, drafted)
         whole = RoundOutcome(
@@ -54,14 +58,12 @@ def turn_of(
     return whole
 
 
-def decide_sequentially(
-    turns: dict[int, Turn], failure: Callable[[BaseException], Exception]
-) -> dict[int, Read]:
-    """Decide all rows; evaluate those of one position together.
+def decide_sequentially(turns: dict[int, Turn], running: Running) -> dict[int, Read]:
+    """Decide all rows; evaluate those of one position together, and count the reads.
 
     Args:
-        turns: one for each request, by the request's place.
-        failure: returns the error of one request, or raises it.
+        turns: one for each sequential request, by its place.
+        running: the requests.
 
     Returns:
         The outcome of each request over all its rows, or its error, by place.
@@ -75,9 +77,11 @@ def decide_sequentially(
             try:
                 arrays += next(turn)
             except StopIteration as end:
-                result[place] = end.value
+                result[place] = one = end.value
+                reads = len(one.tokens) - 1 + (one.drafted > 0)
+                running.requests[place].statistics.reads += reads
             except BaseException as error:
-                result[place] = failure(error)
+                result[place] = running.failure(error)
         mx.eval(arrays)
     return result
 

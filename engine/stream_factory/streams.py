@@ -27,7 +27,7 @@ from mlx_speculation.engine.memory import (
 from mlx_speculation.engine.options import StreamOptions
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.prompt import Prompt, Sequence
-from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.decoder import StreamDecoder
 from mlx_speculation.engine.round.final_caches import FinalCaches
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stream import Generation, Stream
@@ -162,7 +162,7 @@ class StreamFactory:
         max_tokens = setup.prompts.fitting(request.sequence, options.max_tokens)
         assert options.sampling is not None
         assert options.sampling.seed is not None
-        decoder, ends = Decoder(request), self._requests.end_ids(options)
+        decoder, ends = StreamDecoder(request), self._requests.end_ids(options)
         text = TextDetokenizer(setup.tokenizer, ends, options.stops)
         return Stream(
             Generation(

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.decoder import StreamDecoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane
@@ -33,7 +33,7 @@ class Run:
         self.sequence = Sequence(list(PROMPT))
         self.target, self.most = Lane(model), most
         self.cut: Callable[[RoundOutcome], RoundOutcome] = lambda outcome: outcome
-        self.decoder = Decoder(
+        self.decoder = StreamDecoder(
             Request(
                 target=self.target,
                 sequence=self.sequence,
@@ -51,7 +51,8 @@ class Run:
 
     def next_round(self) -> None:
         """Run a round."""
-        self.decoder.next_round(self.most - len(self.emitted), lambda t: self.cut(t))
+        budget = self.most - len(self.emitted)
+        self.decoder.next_round([budget], [lambda t: self.cut(t)])
 
     def finish(self) -> list[int]:
         """Run to the end of the budget; return the text."""

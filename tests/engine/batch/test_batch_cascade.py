@@ -57,7 +57,7 @@ def test_sources_by_turns_change_no_text(
         while batch.waiting or batch.running:
             batch.next()
             if len(batch.running) > 1:
-                assert batch._groups[None]._drafting._sequential
+                assert batch._groups[None]._decoder._sequential
                 assert batch._groups[None]._rounds.proposals.shared is not None
         assert batch.stats.row_rounds > 2 * batch.stats.forwards
         for uid, case in zip(uids, cases, strict=True):

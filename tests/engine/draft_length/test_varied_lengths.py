@@ -24,7 +24,7 @@ from mlx_speculation import (
 from mlx_speculation.engine import Stream
 from mlx_speculation.engine.draft_length import calibration
 from mlx_speculation.engine.drafters.draft import HeadDraft
-from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.decoder import StreamDecoder
 from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser
@@ -109,12 +109,14 @@ def test_the_text_is_the_same(
 
 def test_a_round_that_is_planned_asks_for_no_length() -> None:
     """Ranks agree on the plan of a round, or on a turn if it was planned before."""
-    generator, run_round = drafted("random", "llama", False), Decoder.next_round
+    generator, run_round = drafted("random", "llama", False), StreamDecoder.next_round
     seen: set[bool] = set()
     for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:
         planned = Planned(lengths)
 
-        def noting(decoder: Decoder, *args: Any, planned: Planned = planned) -> Any:
+        def noting(
+            decoder: StreamDecoder, *args: Any, planned: Planned = planned
+        ) -> Any:
             known, before = decoder.planned, len(planned.planned_contexts)
             reason = run_round(decoder, *args)
             assert known == (len(planned.planned_contexts) == before)
@@ -122,7 +124,7 @@ def test_a_round_that_is_planned_asks_for_no_length() -> None:
             return reason
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Decoder, "next_round", noting)
+            patch.setattr(StreamDecoder, "next_round", noting)
             run(generator, planned, False)
     assert seen == {True, False}
 

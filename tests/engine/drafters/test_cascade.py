@@ -19,7 +19,7 @@ from mlx_speculation.engine.drafters.cascade import CascadeDrafter
 from mlx_speculation.engine.drafters.draft_model import ModelDrafter
 from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.decoder import StreamDecoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane, LaneRound
@@ -95,7 +95,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
     sequence = Sequence(list(PROMPT))
     known = SometimesDrafter(PROMPT + text, turns * 2)
     drafter = ModelDrafter(lambda: Lane(small))
-    decoder = Decoder(
+    decoder = StreamDecoder(
         Request(
             target=Lane(model),
             sequence=sequence,
@@ -115,7 +115,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
             assert drafter.lane.seen == before
         else:
             left = TOKENS - len(sequence.tokens) + len(PROMPT)
-            decoder.next_round(max(left, 1), all_of)
+            decoder.next_round([max(left, 1)], [all_of])
         twin.feed(sequence.tokens[twin.seen : drafter.lane.seen], step=1)
         assert twin.seen == drafter.lane.seen
         if name not in ("gemma3_text",):  # not bit for bit
@@ -126,7 +126,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
     del generator
 
 
-def _fail(decoder: Decoder) -> None:
+def _fail(decoder: StreamDecoder) -> None:
     """Let the target's forward fail in the next round."""
     original = LaneRound.forward
 
@@ -136,7 +136,7 @@ def _fail(decoder: Decoder) -> None:
     LaneRound.forward = failing  # type: ignore[method-assign]
     try:
         with pytest.raises(KeyboardInterrupt):
-            decoder.next_round(20, all_of)
+            decoder.next_round([20], [all_of])
     finally:
         LaneRound.forward = original  # type: ignore[method-assign]
 

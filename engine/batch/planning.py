@@ -1,36 +1,40 @@
-"""Drafts of a batch: the drafter and the draft length of each request in a round.
+"""The decoder of a batch, which plans drafter and draft length of each request.
 
 Requests share one drafter if its kind (a draft model, an MTP head) can be shared. Other
 drafters, such as lookups, belong to one request. A drafter reads the prompt before its
 first draft; all drafters together read at most one chunk between two rounds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.draft_length.base import Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
-from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
+from mlx_speculation.engine.drafters.base import OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
-from mlx_speculation.engine.round.round import Rounds
+from mlx_speculation.engine.round.decoder import Decoder, Lengths
+from mlx_speculation.engine.round.outcome import Read
+from mlx_speculation.engine.round.request import Running
 from mlx_speculation.engine.shared_drafters.shared import SharedDrafter
 from mlx_speculation.engine.shared_drafters.shared_head import SharedHead
 from mlx_speculation.engine.shared_drafters.shared_model import SharedModel
+from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.models import BatchLane, PrefillBudget, RowSizes
 
 
-class BatchDrafting:
-    """Plans the drafts of the requests that run together, and lets drafters propose.
+class BatchDecoder(Decoder):
+    """Runs the rounds of the requests that run together, with one plan for all.
 
     Attributes:
         lengths: decides the draft lengths.
     """
 
     def __init__(
-        self, rounds: Rounds, lengths: BatchDraftLength, sizes: RowSizes
+        self, running: Running, lengths: BatchDraftLength, sizes: RowSizes
     ) -> None:
-        self._running, self._proposals = rounds.running, rounds.proposals
+        super().__init__(running)
+        self._running, self._proposals = running, self.rounds.proposals
         self.lengths, self._sizes = lengths, sizes
         self._rows: Sequence[BatchRequest] = ()
         self._opened = False
@@ -38,6 +42,8 @@ class BatchDrafting:
         self._started: set[int] = set()  # uids whose own drafters have read the prompt
         self._reading = False  # whether a drafter still has prompt tokens to read
         self._waits = False  # whether the shared drafter waits for the step in flight
+        self._limits: list[int] = []  # of each request's draft in this round
+        self._context = 0  # of the longest request in this round
 
     def take(self, rows: Sequence[BatchRequest]) -> None:
         """Replace the requests, and drop the plans."""
@@ -57,48 +63,63 @@ class BatchDrafting:
             return SharedModel(BatchLane(lane.model, self._sizes))
         return None if head is None else SharedHead()
 
-    def limits(
-        self, room: list[int], context: int, forced: Mapping[int, Proposal]
-    ) -> list[int]:
-        """Return how many tokens to draft for each request; 0 if tokens are forced."""
+    def _plan_round(self, forced: Collection[int]) -> Lengths:
+        self._context = 0
+        for row in self._rows:
+            self._context = max(self._context, len(row.tokens))
         size, shared = self._running.lane.size, self._proposals.shared
-        limits = self.lengths.limits(self._rows, context, room, size)
+        limits = self.lengths.limits(self._rows, self._context, self.room, size)
         if not self._sequential and shared is not None:
             limits = shared.within(self._running.requests, limits)
         for place in forced:
             limits[place] = 0
-        return limits
-
-    def propose(self, limits: list[int], ahead: int) -> list[Proposal]:
-        """Start the clock, and return each request's draft, see `Proposals.propose`."""
-        nothing = [NOTHING] * len(self._rows)
-        asks = any(limits) and (not ahead or self._drafts_behind)
-        if asks:
+        self._limits = limits
+        drafts = any(limits) and (not self.ahead or self._drafts_behind)
+        if drafts:
             self._prepare(limits)
-            self.met_new_shapes()  # forget those of the prefill: not of the round
-        self._running.clock.start(behind=bool(ahead))
-        if not asks:
-            return nothing
-        result = self._proposals.propose(ahead, *self._divided(limits, ahead))
-        if result.count(NOTHING) < len(result):
-            return result
-        self._proposals.discard()
-        return nothing
+            self._met_new_shapes()  # forget those of the prefill: not of the round
+        self._running.clock.start(behind=self.ahead > 0)
+        return self._divided(limits) if drafts else ((), ())
 
-    def submits_next(
-        self, limits: list[int], room: list[int], context: int, ahead: int
-    ) -> bool:
+    def _submits_next(self) -> bool:
         """Return whether this plain round submits the step of the next round.
 
         It does not if the next round is expected to draft, unless drafters can propose
         while a step is in flight.
         """
-        if any(limits):  # no proposal came, or it waits for the step in flight
+        if any(self._limits):  # no proposal came, or it waits for the step in flight
             return self._drafts_behind
         after = []
-        for limit in room:
-            after.append(limit - 1 + ahead)
-        return not self.lengths.early(self._rows, context + 1, after)
+        for limit in self.room:
+            after.append(limit - 1 + self.ahead)
+        return not self.lengths.early(self._rows, self._context + 1, after)
+
+    def _learn(
+        self, drafts: Sequence[Proposal], result: Sequence[Read], seconds: RoundSeconds
+    ) -> None:
+        drafted, accepted = [], []
+        for row, draft, one in zip(self._rows, drafts, result, strict=True):
+            count = max(0, len(draft.tokens) - self.ahead)
+            drafted.append(count)
+            right = 0 if isinstance(one, Exception) else one.accepted
+            accepted.append(right if count else 0)
+            plan = self.lengths.plans[id(row.planner)]
+            if plan.compared:
+                row.generation.decoder.followed = plan
+        widest = drafted.index(max(drafted))
+        feedback = Feedback(
+            drafted[widest],
+            accepted[widest],
+            seconds.total,
+            behind=self.ahead > 0,
+            ahead=self.rounds.in_flight is not None,
+            parts=seconds,
+            fresh=self._met_new_shapes(),
+        )
+        for place, draft in enumerate(drafts):
+            if draft.source == "forced":  # by a constraint, not proposed by a drafter
+                drafted[place] = accepted[place] = 0
+        self.lengths.note(self._rows, self._context, drafted, accepted, feedback)
 
     @property
     def _drafts_behind(self) -> bool:
@@ -109,7 +130,7 @@ class BatchDrafting:
         """
         return self._sequential and not self._reading and not self._waits
 
-    def met_new_shapes(self) -> bool:
+    def _met_new_shapes(self) -> bool:
         """Return whether a lane has run with a new shape since the last call."""
         fresh, shared = self._running.lane.met_new_shapes(), self._proposals.shared
         return (shared is not None and shared.met_new_shapes()) or fresh
@@ -139,13 +160,13 @@ class BatchDrafting:
             return row.request.drafter
         return None if row.ruled is None else row.ruled.lookups
 
-    def _divided(self, limits: list[int], ahead: int) -> tuple[list[int], list[int]]:
+    def _divided(self, limits: list[int]) -> tuple[list[int], list[int]]:
         """Return each request's limits for its own drafter, and for the shared one.
 
         A request whose source no rule chooses uses the shared drafter, if there is one.
         """
         rows, shared, self._waits = self._rows, self._proposals.shared, False
-        plan = self._choose(limits, ahead)
+        plan = self._choose(limits)
         costly = plan.source is not None and not plan.source.free
         sequential, most = [], []
         for row, limit in zip(rows, limits, strict=True):
@@ -157,16 +178,16 @@ class BatchDrafting:
         if shared is None:
             return sequential, []
         drafts = max(most) > 0
-        if not ahead and drafts:
+        if not self.ahead and drafts:
             for row in rows:
                 if row.ruled is not None:
                     row.ruled.chosen = None
             return [0] * len(rows), shared.within(self._running.requests, most)
         waits = drafts or self.lengths.expects(rows)
-        self._waits = bool(ahead) and not plan.length and waits
+        self._waits = self.ahead > 0 and not plan.length and waits
         return sequential, []
 
-    def _choose(self, limits: list[int], ahead: int) -> Plan:
+    def _choose(self, limits: list[int]) -> Plan:
         """Let the rule choose a source for the requests with a `RuledDrafter`."""
         members = [
             (row, drafter, limit)
@@ -178,15 +199,16 @@ class BatchDrafting:
         offered = [
             drafter.offer(
                 row.request.sequence,
-                ahead + limit,
+                self.ahead + limit,
                 CheckedChoose(row.request.verifier),
-                costly=not ahead or self._proposals.shared is None,
+                costly=not self.ahead or self._proposals.shared is None,
             )
             for row, drafter, limit in members
         ]
-        context = max(len(row.tokens) for row in self._rows)
         most = max(limit for _, _, limit in members)
-        chosen = self.lengths.choose(context, most, offered, behind=ahead > 0)
+        chosen = self.lengths.choose(
+            self._context, most, offered, behind=self.ahead > 0
+        )
         for _, drafter, limit in members:
             drafter.chosen = replace(chosen, length=min(limit, chosen.length))
         return chosen
