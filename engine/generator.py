@@ -7,13 +7,13 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.batch.calibration import (
+from mlx_speculation.engine.batch.prompt_list import generate_batch
+from mlx_speculation.engine.calibrate import (
     Progress,
     calibrate,
     calibrate_batches,
     follow,
 )
-from mlx_speculation.engine.batch.prompt_list import generate_batch
 from mlx_speculation.engine.config import make_config
 from mlx_speculation.engine.draft_length.calibration import PartsTable
 from mlx_speculation.engine.draft_length.costs import CostTable

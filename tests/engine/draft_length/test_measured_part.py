@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlx_speculation import SpeculativeGenerator
-from mlx_speculation.engine.batch import calibration
-from mlx_speculation.engine.batch.calibration import PART_ROUNDS, measure_part
+from mlx_speculation.engine import calibrate
+from mlx_speculation.engine.calibrate import PART_ROUNDS, measure_part
 from mlx_speculation.models import PART_SIZES, usual_part
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -45,7 +45,7 @@ def test_the_fastest_size_is_taken_where_it_gains(
     times: dict[int, float], best: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = Rounds(dict.fromkeys(PART_SIZES, 10.0) | times)
-    monkeypatch.setattr(calibration, "perf_counter", lambda: rounds.now)
+    monkeypatch.setattr(calibrate, "perf_counter", lambda: rounds.now)
     stream: Any = rounds
     assert measure_part(lambda prompt, lengths: stream, 64) == best
     assert rounds.run[1:] == [*PART_SIZES] * PART_ROUNDS  # by turns
