@@ -1,6 +1,7 @@
 """The engine: rounds, drafters, streams and the generator.
 
-It imports the packages of models, caches and samplers, none of which imports it.
+The engine imports the packages of models, caches and samplers. None of them imports
+the engine.
 """
 
 from mlx_speculation.engine.batch.generator import BatchGenerator

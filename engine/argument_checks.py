@@ -9,7 +9,7 @@ def checked_count(name: str, value: Any, least: int, hint: str = "") -> int:
     """Return a whole number of at least `least`.
 
     Raises:
-        InvalidRequestError: the value is not one; the message ends with `hint`.
+        InvalidRequestError: the value is no such number; the message ends with `hint`.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
@@ -19,7 +19,7 @@ def checked_count(name: str, value: Any, least: int, hint: str = "") -> int:
 
 
 def checked_choice(name: str, value: Any, choices: Any) -> None:
-    """Refuse a value that is not one of a `Literal`'s."""
+    """Refuse a value that the `Literal` type `choices` does not contain."""
     if value not in get_args(choices):
         known = " or ".join(map(repr, get_args(choices)))
         raise InvalidRequestError(f"{name} is {value!r}, and {known} is needed.")

@@ -57,10 +57,10 @@ class GeneratorConfig:
     # The target, sharded over ranks; None: it is not sharded
     ranked: RankedTarget | None
     draft: Draft | None  # the draft of this rank; None: plain decoding
-    notices: tuple[str, ...]  # notes on the choice of the draft
+    notices: tuple[str, ...]  # notes on how the draft was chosen
     lengths: PolicyFactory  # makes draft-length policies
     options: GeneratorOptions  # as passed
-    # The index of a head in the prefix cache; None: the cache keeps no rows of a head
+    # The index of the head whose cache rows the prefix cache keeps; None: of no head
     kept_head: int | None
 
     @property
@@ -77,7 +77,7 @@ class GeneratorConfig:
 def make_config(
     model: nn.Module, tokenizer: Any, options: GeneratorOptions
 ) -> GeneratorConfig:
-    """Check a target with the options of a generator; see `SpeculativeGenerator`.
+    """Check a generator's options against its target; see `SpeculativeGenerator`.
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
@@ -136,7 +136,7 @@ def make_config(
 def _lengths(
     model: nn.Module, resolved: Resolved, options: GeneratorOptions
 ) -> PolicyFactory:
-    """Return the policy factory; a length in `options` precedes that of `resolved`."""
+    """Return the policy factory; a length in `options` overrides that of `resolved`."""
     length = options.draft_length
     return PolicyFactory(
         model,
@@ -152,7 +152,7 @@ def _lengths(
 def _resolved(
     target: TargetInfo, options: GeneratorOptions, ranked: RankedTarget | None
 ) -> Resolved:
-    """Resolve the draft of this rank; check it with the target and the options."""
+    """Resolve the draft of this rank; check it against the target and the options."""
     leads = ranked is None or ranked.group.leads
     resolved = resolve(
         options.draft, target, follower=not leads, foreign=options.intersection
@@ -195,7 +195,7 @@ def _hooked(config: GeneratorConfig, options: DraftOptions) -> GeneratorConfig:
 
 
 def _pauses(models: SequenceOf[nn.Module], longest: int | None) -> list[str]:
-    """Return and show a notice on each draft model with too few positions."""
+    """Show and return a notice on each draft model with too short a position table."""
     said = [
         f"The draft has a table of {count} positions, and the target "
         + (f"goes on to {longest}" if longest else "may go on")
@@ -232,7 +232,7 @@ def _bind(
     """Bind the prefix cache to the target and the draft models.
 
     Returns:
-        The index of a head whose rows it keeps; None: it keeps no rows of a head.
+        The index of the head whose rows the prefix cache keeps; None: of no head.
     """
     cache = options.prefix_cache
     if cache is None:

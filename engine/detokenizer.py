@@ -1,7 +1,7 @@
 """Detokenizer: streamed text and chunks from token ids, up to a stop.
 
-Text is emitted as soon as it is certain, which excludes an incomplete character and the
-possible beginning of a stop string at its end.
+Text is emitted as soon as it is certain: an incomplete character at the end of the text
+is held back, and so is an end that may be the beginning of a stop string.
 """
 
 import re
@@ -15,10 +15,11 @@ from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.round.outcome import RoundOutcome
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-HALF = 3  # most bytes of an incomplete character
-CONTEXT = 8  # fewest earlier tokens that are decoded with a new one
-# Matches text that clean-up cannot change any more: its patterns begin with a space,
-# and end at most one character after it, or at or after a quote.
+HALF = 3  # largest number of bytes of an incomplete character
+CONTEXT = 8  # smallest number of earlier tokens that are decoded with a new one
+# Matches text that a tokenizer's clean-up of spaces cannot change any more: each of its
+# patterns begins with a space, and ends at most one character after that space, or at a
+# quote, or after a quote.
 _CLEANED = re.compile(r".*[^\s']{2}", re.DOTALL)
 
 
@@ -41,7 +42,7 @@ class StopStrings:
         if result:
             shown, self.unsaid = self.unsaid[: min(result)], ""
             return shown, True
-        # The longest end of the text that begins a stop string
+        # Find the longest suffix of the text that is a prefix of a stop string.
         longest = max((len(stop) - 1 for stop in self.stops), default=0)
         split = max(0, len(self.unsaid) - longest)
         while split < len(self.unsaid):
@@ -60,10 +61,10 @@ class StopStrings:
 class TextDetokenizer:
     """Turns emitted tokens into text, and finds where the text ends.
 
-    The text is `tokenizer.decode` of all tokens, from its first character on. Only a
-    window of the last tokens is decoded for each new one. If a run of byte tokens turns
-    out to be invalid UTF-8, the tokenizer decodes all of it to replacement characters;
-    the complete characters that were emitted before then stay.
+    The text equals `tokenizer.decode` of all tokens, its first character included. For
+    each new token, only a window of the last tokens is decoded. If a run of byte tokens
+    turns out to be invalid UTF-8, the tokenizer decodes the whole run to replacement
+    characters; complete characters of the run that were already emitted stay.
     """
 
     def __init__(
@@ -77,20 +78,20 @@ class TextDetokenizer:
         self._strings = StopStrings(stop_strings)
         self._window: list[int] = []
         self._shown = ""  # emitted text of the window
-        self._whole = 0  # number of tokens up to the last complete character
-        self._cut = 0  # number of first tokens that may be dropped next
+        self._whole = 0  # number of its tokens up to the last complete character
+        self._cut = 0  # number of its first tokens that may be dropped next
 
     def fork(self) -> tuple[Any, ...]:
-        """Return the state for `restore`, before tokens that may be undone."""
+        """Return the state, to `restore` it if the next tokens are undone."""
         unsaid = self._strings.unsaid
         return [*self._window], self._shown, self._whole, self._cut, unsaid
 
     def restore(self, fork: tuple[Any, ...]) -> None:
-        """Restore a state that `fork` has returned, at most once."""
+        """Restore a state that `fork` has returned, at most once per state."""
         self._window, self._shown, self._whole, self._cut, self._strings.unsaid = fork
 
     def add(self, token: int) -> tuple[str, bool]:
-        """Add a token; return the text that is now certain, and whether it ends."""
+        """Add a token; return the newly certain text, and whether the text ends."""
         if token in self._stop_tokens:
             return self.finish()[0], True
         self._window.append(token)
@@ -126,8 +127,9 @@ class TextDetokenizer:
     def next_texts(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
         """Return the text that each of these tokens would add as the next token.
 
-        Each text comes after the number of characters between the emitted text and its
-        beginning. A part of a character is `INCOMPLETE`, and begins where that begins.
+        With each text comes an offset: the number of characters between the end of the
+        emitted text and the beginning of this text. For a part of a character, the text
+        is `INCOMPLETE`, and the offset is that of the character.
         """
         before = self._decode(self._window) if self._window else ""
         return [self._next_text(before, token) for token in tokens]
@@ -143,7 +145,7 @@ class TextDetokenizer:
     def _restart(self, whole: bool) -> str:
         """Decode the tokens after the last complete character by themselves.
 
-        They have changed the decoded text of earlier tokens, which was emitted.
+        These tokens have changed the text of earlier tokens, which is already emitted.
         """
         passed, self._window = self._whole, self._window[self._whole :]
         text = self._decode(self._window)
@@ -152,12 +154,12 @@ class TextDetokenizer:
         return self._shown if passed else ""
 
     def _shorten(self, text: str) -> None:
-        """Drop the window's first tokens if the rest decodes to the end of its text."""
+        """Drop the window's first tokens if the rest decodes to a suffix of `text`."""
         kept = self._window[self._cut :]
         part = self._decode(kept) if self._cut else ""
         certain = len(part) - (len(text) - len(self._shown))
-        # Some emitted text has to stay in the window: decoders strip a space at its
-        # start, and clean-up removes a space between its first two characters.
+        # Some emitted text has to stay in the window: decoders strip a space at the
+        # start of a text, and clean-up removes one between its first two characters.
         if certain > (1 if self._cleans else 0) and text.endswith(part):
             self._whole = max(0, self._whole - self._cut)
             self._window, self._shown = kept, part[:certain]
@@ -166,7 +168,7 @@ class TextDetokenizer:
 
 @dataclass(eq=False)
 class ChunkQueue:
-    """The chunks of one generation: made by `cut` in each round, taken one by one."""
+    """The chunks of one generation, made by `cut` in each round, taken by `take`."""
 
     text: TextDetokenizer  # turns tokens into text
     max_tokens: int  # how many tokens are emitted at most
@@ -174,7 +176,7 @@ class ChunkQueue:
     # Chunks that were taken, without log-probabilities of all ids
     taken: list[Chunk] = field(default_factory=list)
     reason: str | None = None  # why the text ends; None: it goes on
-    _before: Any = None  # the text before the first cut of a round
+    _before: Any = None  # the state of `text` before the first cut after a `take`
 
     def cut(self, outcome: RoundOutcome) -> RoundOutcome:
         """Turn a round's tokens into chunks, up to a stop or the budget."""
@@ -224,8 +226,8 @@ class ChunkQueue:
 def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:
     """Return the decode function of a tokenizer, and whether it cleans up spaces.
 
-    transformers does if the tokenizer is configured so, except for BPE: for that, it
-    would otherwise log a warning in the middle of the text.
+    A tokenizer of transformers cleans up if it is configured to, except for BPE. There
+    the call switches clean-up off, since transformers would else log a warning.
     """
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return tokenizer.decode, False

@@ -1,8 +1,8 @@
-"""Verdict on exact mode: whether rows were measured to be the same bit for bit.
+"""Verdict on exact mode: whether the measured rows are equal bit for bit.
 
-`mlx-speculation check --exact` measures it and writes it to a file beside the costs of
-rounds, one for each machine, mlx version, target and number of rows. A generator in
-exact mode reads the file, and refuses a model whose rows have differed.
+`mlx-speculation check --exact` measures this, and writes the verdict beside the costs
+of rounds, to one file for each machine, mlx version, target and number of rows. A
+generator in exact mode reads the file, and refuses a model whose rows have differed.
 """
 
 from dataclasses import asdict, dataclass

@@ -91,12 +91,13 @@ class SpeculativeGenerator:
             trust_remote_code: let code in the folders of target and draft model run.
             parallel: how the target is sharded over `group`: "tensor" or "pipeline". A
                 draft model is loaded on rank 0 only.
-            vision: load a target that reads images, with mlx-vlm; None: only if the
+            vision: load the target with mlx-vlm, to read images; None: only if the
                 folder has a vision part and mlx-lm does not know the architecture.
-            history: tokens of earlier answers for draft="lookup"; see `LookupDraft`.
+            history: how many tokens of earlier answers a lookup searches, for `draft`
+                "lookup" or "auto"; see `LookupDraft`.
             options: the fields of `GeneratorOptions`. `draft="auto"` takes the draft
-                that speculation.json in the folder names, else the folder's head, and a
-                lookup; if a head was expected, `notices` says why there is none.
+                that speculation.json in the folder names, else the folder's head, and
+                adds a lookup; if a head was expected, `notices` says why it is missing.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no complete head, or its
@@ -125,7 +126,7 @@ class SpeculativeGenerator:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Notes on a draft that is not the requested one, or was guessed in part."""
+        """Notes on why the draft is not the requested one, or on guesses about it."""
         return self._setup.notices
 
     @property
@@ -145,7 +146,7 @@ class SpeculativeGenerator:
 
     @property
     def context_length(self) -> int | None:
-        """Tokens that the target was made for; None: unknown."""
+        """The number of tokens that the target was made for; None: unknown."""
         return self._setup.prompts.context_length
 
     @property
@@ -160,7 +161,7 @@ class SpeculativeGenerator:
 
     @property
     def exact(self) -> int | None:
-        """The rows of every forward in exact mode; None: not in exact mode."""
+        """The number of rows of every forward in exact mode; None: not exact mode."""
         shape = self._setup.options.shape
         return None if shape is None else shape.rows
 
@@ -170,7 +171,7 @@ class SpeculativeGenerator:
         return self._setup.lengths.usual
 
     def replayed(self, ids: list[int]) -> list[int]:
-        """Return the prompt with the generated ids of earlier answers in it."""
+        """Return a prompt in which earlier answers have the ids that were generated."""
         return self._setup.prompts.replay(ids)
 
     def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
@@ -188,7 +189,7 @@ class SpeculativeGenerator:
 
     @property
     def round_parts(self) -> PartsTable:
-        """The median parts of calibrated rounds, by context bucket and draft length."""
+        """Median seconds of a round's parts, by context bucket and draft length."""
         return self._setup.lengths.parts
 
     def calibrate(
@@ -197,20 +198,21 @@ class SpeculativeGenerator:
         """Measure the costs of rounds on this machine, and store them in a file.
 
         72 rounds run for each context; `round_parts` has the parts of their time. On
-        one rank and without exact mode, 26 more find after how many layers a forward is
-        best submitted. Without calibration the first streams measure costs themselves.
+        one rank and without exact mode, 26 more rounds find how many layers a forward
+        should submit at once. Without calibration the first streams measure costs
+        themselves.
 
         Args:
-            contexts: numbers of tokens in the caches to measure at. Costs between 512,
-                1,024, 2,048 ... tokens are taken as equal.
-            progress: called with the number of measured rounds, and that of all rounds.
+            contexts: numbers of tokens in the caches to measure at. Costs are taken as
+                equal up to 512 tokens, from there to 1,024, to 2,048 and so on.
+            progress: called with the numbers of measured rounds and of all rounds.
 
         Returns:
             Seconds of a round by context bucket (0: up to 512 tokens, 1: up to 1,024)
             and draft length; empty on ranks other than 0.
 
         Raises:
-            InvalidRequestError: there is no draft, or a context is not at least 1.
+            InvalidRequestError: there is no draft, or a context is below 1.
         """
         start = self._streams.start_calibration()
         if not self._setup.decides:
@@ -233,8 +235,8 @@ class SpeculativeGenerator:
             progress: as for `calibrate`.
 
         Raises:
-            InvalidRequestError: there is no draft, a number is not at least 1, rows of
-                this target and draft run alone, or the target is on several ranks.
+            InvalidRequestError: there is no draft, a number is below 1, rows of this
+                target and draft cannot run together, or there are several ranks.
         """
         calibration = self._streams.start_calibration()
         return calibrate_batches(self, calibration, rows, contexts, progress)
@@ -265,7 +267,7 @@ class SpeculativeGenerator:
 
         Raises:
             InvalidRequestError: two values do not fit together; nothing has run.
-            Exception: the error of the first row that failed, after all have ended.
+            Exception: the error of the first row that failed, when all rows have ended.
         """
         return generate_batch(self, prompts, max_rows, options, each)
 
@@ -278,7 +280,7 @@ class SpeculativeGenerator:
             options: the fields of `StreamOptions`.
 
         Raises:
-            InvalidRequestError: two values do not fit together; it names both.
+            InvalidRequestError: two values do not fit together; the message names both.
             ConstraintError: the constraint fails before the first token.
         """
         return self._streams.make(prompt, StreamOptions(**options))

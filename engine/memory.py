@@ -53,14 +53,15 @@ class Memory:
         return self.target_weights + self.draft_weights + caches + self.rounds
 
 
-# Bytes of the target's weights, of the draft's alone, and the keys of all arrays
+# Bytes of the target's weights, bytes of weights that only the draft has, and the keys
+# of all these arrays in `arrays_in`
 WeightBytes = tuple[int, int, frozenset[int]]
 
 
 def weight_bytes(model: nn.Module, modules: Sequence[nn.Module]) -> WeightBytes:
     """Count the weights of a target and of the modules of its draft.
 
-    For a large model this takes milliseconds, too long for each row that ends.
+    For a large model this takes milliseconds, too long to repeat for every result.
     """
     target = model.parameters()
     draft = [module.parameters() for module in modules]

@@ -8,8 +8,9 @@ tokens. The target provides them in one of two ways:
     rows only       the target resumes L tokens early, and feeds these tokens again
     restore points  the target resumes at a point, which also keeps the last L states
 
-A head with sliding windows keeps no rows: it resumes as many tokens early as the
-windows see. So drafts after a reused prefix equal those after a prefix that was read.
+For a head with sliding windows no rows are kept: the target resumes early enough to
+feed again all tokens that the windows see. In each case, drafts after a reused prefix
+equal drafts after a prefix that was read.
 """
 
 import sys
@@ -37,7 +38,7 @@ class PrefixReuse:
     keys: Sequence[int]  # cache keys of the tokens of a prompt with images
     # Returns the head in the drafter, see `OpenDrafter.prefix_head`
     head: Callable[[], Any]
-    kept_head: int | None  # the index of the head's rows in `cache`
+    kept_head: int | None  # the head's index in `cache`; None: no rows are kept
     ends: Collection[int]  # the ids of tokens that end a turn
 
     def begin(self, tokens: Sequence[int], statistics: Statistics) -> None:
@@ -80,8 +81,8 @@ class PrefixReuse:
         """Take the restore points that are due.
 
         Args:
-            caches: a context in which the lanes hold their caches, for rows of a batch,
-                whose caches are in a shared lane.
+            caches: returns a context in which the lanes hold their caches. Rows of a
+                batch need it: their caches are in a shared lane.
         """
         due = [
             (lane.points, lane)
@@ -95,7 +96,7 @@ class PrefixReuse:
                     points.take(lane.caches, lane.seen)
 
     def store(self, tokens: Sequence[int], *, ended: bool = True) -> None:
-        """Store the rows of `tokens` that the lanes hold in the prefix cache.
+        """Store in the prefix cache the rows of `tokens` that the lanes hold.
 
         Args:
             tokens: the known tokens.
@@ -148,7 +149,7 @@ class PrefixReuse:
             lane.points = None
 
     def _named(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the keys of the tokens in the cache."""
+        """Return the keys by which the prefix cache knows the tokens."""
         keys = self.keys
         return [*keys, *tokens[len(keys) :]] if keys else tokens
 

@@ -67,7 +67,7 @@ class Prompts:
         """Return how many of `max_tokens` the target has positions for.
 
         Raises:
-            InvalidRequestError: the prompt has more tokens than the target positions.
+            InvalidRequestError: the prompt has more tokens than there are positions.
         """
         if self.positions is None:
             return max_tokens
@@ -112,7 +112,7 @@ class Prompts:
         return Sequence(known + tokens), len(known)
 
     def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
-        """Encode text as mlx-lm does, messages by the chat template, and check ids.
+        """Encode text as mlx-lm does, and messages by the chat template; check ids.
 
         A beginning-of-text token is added only if the text does not begin with one. A
         chat template adds its own.
@@ -237,7 +237,7 @@ def replayed(cache: PrefixCache, tokenizer: Any, ids: SequenceOf[int]) -> list[i
 
     The ids of a cached answer replace ids of the prompt only if all ids before them are
     equal, and the texts of both are equal character by character. So the text of the
-    prompt never changes; the thinking of another conversation, say, cannot get into it.
+    prompt never changes: nothing can get into it from another conversation.
     """
     prompt, done = list(ids), -1
     while True:

@@ -61,10 +61,10 @@ class Statistics:
         reused_from_disk: reused tokens that were only in files.
         prefill_seconds: time from the start to the first round.
         draft_seconds: time of the rounds until the drafted tokens are computed.
-        verify_seconds: from there until the target's logits are computed; in plain
-            steps, all time until then. Includes the replay of recurrent layers, which
-            is computed with the next forward.
-        sampler_seconds: from there until the tokens are chosen and counted.
+        verify_seconds: time after that until the target's logits are computed; in plain
+            steps, all time until they are computed. Includes the replay of recurrent
+            layers, which is computed with the next forward.
+        sampler_seconds: time after that until the tokens are chosen and counted.
         host_seconds: time of the rounds in which the host works and waits for nothing;
             see `engine.timing` for all four.
     """
@@ -100,7 +100,7 @@ class Statistics:
     ) -> None:
         """Count one round, and its draft by the kind of drafter.
 
-        `first` is 1 if a plain step was in flight; it counts as a round of one token.
+        `first` is 1 if a plain step was in flight, which counts as one more round.
         """
         self.rounds += first + (emitted > 0)
         self.emitted += first + emitted
@@ -135,7 +135,7 @@ class Statistics:
 
     @property
     def accepted_per_position(self) -> tuple[float, ...]:
-        """The share of all drafts in which position i was accepted."""
+        """At index i, the share of all drafts whose token i was accepted."""
         return tuple(count / self.drafts for count in self.reached)
 
     @property

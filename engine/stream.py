@@ -36,7 +36,7 @@ class Generation:
 
     decoder: StreamDecoder  # runs the rounds
     chunks: ChunkQueue  # turns emitted tokens into chunks
-    caches: FinalCaches  # brings the caches to their contents at the end
+    caches: FinalCaches  # brings the caches to their final contents
     out_of_positions: bool  # whether the target's positions end before `max_tokens`
     seed: int  # the seed of the chooser, for the result
     running: AbstractContextManager[None]  # entered at the first chunk, left at the end
@@ -106,7 +106,7 @@ class Generation:
                 assert isinstance(outcome, RoundOutcome)  # else it was raised
                 chunks.reason = outcome.reason
             except BaseException:
-                if len(self._tokens) == known:  # the round was undone, can run again
+                if len(self._tokens) == known:  # the round was undone
                     chunks.undo()
                 raise
             if self.prefixes is not None:
@@ -154,7 +154,7 @@ class Generation:
                 stacklevel=4,
             )
         try:
-            with DeferredSignals():  # without checkpoints
+            with DeferredSignals():  # handles signals at its end
                 if self._started:
                     self.caches.settle(reason)
                 self._set_result(reason)
@@ -291,7 +291,7 @@ class Stream:
         return self.generation.result
 
     def close(self) -> None:
-        """End the text, unless it has ended; other ranks end where rank 0 does."""
+        """End the text, unless it has ended; a follower runs until rank 0 ends it."""
         if self.ended or self._ending():
             return
         session, generation = self._session, self.generation
@@ -312,8 +312,8 @@ class Stream:
         """Run one round, and return its chunks; an empty list: the stream has ended.
 
         If `next` has yielded only a part of a round, the rest is returned and no round
-        is run. An exception of a signal handler leaves the stream open, before the
-        round.
+        is run. An exception of a signal handler leaves the stream open, in its state
+        before the round.
 
         Args:
             fits: returns whether the drafter may read a chunk of n prompt tokens now;

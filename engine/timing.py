@@ -13,14 +13,14 @@ since mlx takes more operations only when it has done earlier ones. Of the time 
 submitting, the thread's processor time therefore counts as host, and the rest as
 waiting for the logits, though part of the wait may be for the last drafted tokens. With
 CUDA the thread computed during all of this time (docs/log/rounds.md), so its processor
-time is not read, which makes a plain step of 3 ms 1 % shorter. A plain step submits its
-choice with its logits. Thus nearly all time of the choice is in `verify`, unless parts
-are exact or a constraint makes masks in between.
+time is not read; this makes a plain step of 3 ms 1 % shorter. A plain step submits the
+choice of its token together with the logits. Thus nearly all time of the choice is in
+`verify`, unless parts are exact or a constraint makes masks in between.
 
 The parts are exact in a stream with `explain=True`: each graph is submitted when the
-one before it is computed. This makes rounds slower, on 2 cores those of the dense demo
-model by 0.8 % (4 drafted tokens) and 1.1 % (plain steps). The timing of other streams
-costs 0.2 %.
+one before it is computed. This makes rounds slower: on 2 cores, rounds of the dense
+demo model by 0.8 % (4 drafted tokens) and 1.1 % (plain steps). The timing of other
+streams costs 0.2 %.
 """
 
 import time
@@ -54,8 +54,8 @@ class RoundClock:
     """Divides the time from `start` to `stop` into parts, without a gap.
 
     Args:
-        waits: whether submitting a graph may wait for the device; if not, all of its
-            time counts as host.
+        waits: whether submitting a graph may wait for the device; if not, all time of
+            submitting counts as host.
     """
 
     def __init__(self, *, waits: bool = True) -> None:
@@ -67,7 +67,7 @@ class RoundClock:
 
         Args:
             planning: seconds spent on the plan before this call; with a step in flight
-                they count as waiting, since several ranks agree on the plan.
+                they count as waiting, since a rank may wait for others to agree on it.
             behind: whether a step is in flight.
         """
         self._spent = {"draft": 0.0, "verify": 0.0, "sampler": 0.0, "host": 0.0}
@@ -81,7 +81,7 @@ class RoundClock:
         self._last = now
 
     def wait(self, part: Part, *arrays: mx.array) -> None:
-        """Wait for submitted arrays, which end a part."""
+        """Wait for submitted arrays; when they are computed, the part ends."""
         before = time.perf_counter()
         mx.eval(*arrays)
         now = time.perf_counter()

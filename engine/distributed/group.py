@@ -1,11 +1,12 @@
 """The ranks of a group, and the exchange that compares their places in the program.
 
-Ranks send each other arrays of `mx.distributed`. All ranks have to send the same number
-of bytes in the same order, which is:
+Ranks send each other arrays of `mx.distributed`. All ranks have to send the same
+numbers of bytes in the same order, for two purposes:
 
     exchange    before every forward, each rank sends a line with its place in the
-                program and receives all lines. If the places differ, all ranks raise
-    forwards    the sums of the model's own layers, and in the graph rank 0's tokens
+                program and receives all lines; if places differ, all ranks raise errors
+    forwards    as parts of the graph, the model's own layers exchange results, and rank
+                0 sends tokens
 
 An exchange is evaluated before anything else is submitted. No finalizer sends anything,
 since the ranks collect garbage at different times.
@@ -37,14 +38,14 @@ LOST_SECONDS = 2.0
 _PACKAGES = ("mlx", "mlx-lm", "mlx-speculation")
 _BACKEND = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")
 
-# Groups that were made before, by host and process of each rank; None: all processes.
+# Earlier groups, by host and process of each rank; key None: all processes.
 _met: dict[tuple[Any, ...] | None, "RankGroup"] = {}
 
 
 class Place(NamedTuple):
     """The place of an exchange in the program, which must be equal on all ranks."""
 
-    kind: str  # "make" a generator, "begin" a stream, its next "round", or a "draft"
+    kind: str  # "make" (a generator), "begin" (a stream), "round" or "draft"
     number: int  # of the generator or the stream, in the order in which they are made
     step: int  # the number of earlier exchanges of the stream
 
@@ -114,11 +115,11 @@ class RankGroup:
         return self._count
 
     def exchange(self, place: Place, said: Sequence[Any]) -> list[list[Any]]:
-        """Send values to all ranks, and wait for and return the values of each rank.
+        """Send values to all ranks, wait for all ranks, and return the values of each.
 
         Args:
-            place: the place of this rank's program.
-            said: values in JSON types, which take less than `LINE_BYTES` together.
+            place: this rank's place in the program.
+            said: values of JSON types; with `place` they take at most `LINE_BYTES`.
 
         Raises:
             RankMismatchError: the ranks are at different places; all of them raise it.
@@ -138,7 +139,8 @@ class RankGroup:
     def leave(self, why: str) -> None:
         """Give up the group when other ranks may be waiting for this rank's forward.
 
-        In a ring these learn it at once. Nothing can begin on this group afterwards.
+        The other ranks of a ring learn of it at once. Nothing can begin on this group
+        afterwards.
         """
         self._broken = self._broken or (
             f"{self.names[self.rank].capitalize()} has failed inside of a round, where "
@@ -151,7 +153,7 @@ class RankGroup:
         """Run a block that may wait for other ranks inside of mlx.
 
         Raises:
-            RankLostError: a rank was lost; replaces the error that mlx raises.
+            RankLostError: a rank was lost; this error replaces mlx's own.
         """
         try:
             with self._watch.inside():
@@ -185,7 +187,7 @@ class RankGroup:
             )
 
     def _refusals(self, place: Place, line: str) -> str:
-        """Return a text on the first rank with an error; "": no rank has one."""
+        """Exchange errors; return a text on the first rank that has one, or ""."""
         sizes = [size for (size,) in self.exchange(place, [len(line.encode())])]
         if not any(sizes):
             return ""
@@ -225,14 +227,14 @@ class RankGroup:
         )
 
     def _raise_apart(self, place: Place, rank: int, line: list[Any] | None) -> NoReturn:
-        """Raise an error that names the different places of a rank and this one."""
+        """Raise an error that names another rank's place and this rank's place."""
         there = "is inside of a forward" if line is None else str(Place(*line[:3]))
         message = (
             f"Rank {rank} {there}, and rank {self.rank} {place}: their programs have "
             "come apart. Let every rank make the same streams and ask for their chunks "
             "in the same order."
         )
-        if line is None:  # that rank waits for a forward that will send no bytes
+        if line is None:  # that rank waits for this rank's forward, which never comes
             self.leave(message)
         raise RankMismatchError(message)
 

@@ -9,7 +9,7 @@
                    the graph, in one array
 
 Thus only rank 0 has a drafter, and only rank 0 chooses tokens. All ranks make the same
-calls in the same order.
+calls in the same order. Arrays sent in the graph are not evaluated first.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ class RankedPolicy:
 class RankedDrafter(WrappedDrafter):
     """The drafter of the leader, on every rank.
 
-    `inner` handles its own faults; a follower has none, and passes None.
+    `inner` handles its own faults; a follower passes None for `inner`.
     """
 
     def __init__(self, session: RankSession, inner: OpenDrafter | None) -> None:
@@ -66,7 +66,7 @@ class RankedDrafter(WrappedDrafter):
         self._session = session
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Return the leader's draft, with unevaluated tokens.
+        """Return the leader's draft, without waiting for its tokens.
 
         Followers get no probabilities.
         """
@@ -135,12 +135,12 @@ class RankedDecisions(Verifier):
         unusable rows, which end the round there too. Log-probabilities are not sent.
 
         Args:
-            decide: makes this rank's own decision; called on the leader alone.
+            decide: makes the decision; called on the leader only.
             logits: [rows, vocab], the last rows of this rank's forward.
             rows: the number of rows to decide on.
             accepts: whether the decision has a number of accepted tokens.
         """
-        # After the logits, whose sums over the ranks have to be computed first
+        # Depends on the logits: their sums over the ranks have to be computed first.
         zeros = mx.zeros((2 * rows + accepts,), mx.uint32)
         packed, log_probs = mx.depends(zeros, logits), None
         if self._session.leads:
@@ -175,12 +175,12 @@ def on_ranks(request: Request, session: RankSession) -> Request:
 def never_called(chooser: Chooser) -> Sampling:
     """Return the sampling options of a follower, which calls no logits processor.
 
-    It verifies row by row if the leader verifies row by row.
+    The follower verifies row by row if the leader does.
     """
     serial = not chooser.processors.parallel
     return replace(chooser.sampling, logits_processors=(_idle,) if serial else ())
 
 
 def _idle(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Change nothing; makes a follower verify row by row."""
+    """Change nothing; its presence makes a follower verify row by row."""
     return logits

@@ -4,7 +4,7 @@ Python cannot wake a thread that waits inside of mlx. When the process at the ot
 of a connection ends, mlx's ring backend seldom raises an error: most often (9 of 10
 kills of a busy pair, mlx 0.32.2) a task of its thread pool waits for ever, and so does
 the thread that evaluates. But the system has closed the connection. A thread polls the
-connections, and after a loss ends this process if it stays inside of mlx.
+connections, and after a loss ends this process if a call of mlx does not return.
 
     connections       TCP connections of this process at ports that MLX_HOSTFILE names;
                       their state is polled, and nothing is read or written
@@ -27,8 +27,9 @@ from pathlib import Path
 
 LOOK_SECONDS = 0.2
 # Seconds until a stuck process prints an error, and until it is ended. They count from
-# the later of two moments: the loss is detected, and this rank enters mlx. A rank that
-# is not stuck leaves mlx by then. mlx.launch ends all ranks 1 to 2 s after the first.
+# the detection of the loss or from this rank's entry into mlx, whichever is later. A
+# rank that is not stuck has left mlx by then. mlx.launch ends all ranks 1 to 2 s after
+# the first of them has ended.
 SAY_SECONDS, END_SECONDS = 1.0, 4.0
 STATUS = 70  # the exit status of a process that is ended
 _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -62,7 +63,7 @@ class RingWatch:
     def lost(self, wait: float = 0.0) -> list[int]:
         """Return the lost neighbours; wait up to `wait` seconds for a loss.
 
-        Later calls return the same ranks: more losses only follow from the first one.
+        After a loss, all calls return the same ranks: further losses follow from it.
         """
         until = time.monotonic() + wait
         while self._ranks:
@@ -84,7 +85,7 @@ class RingWatch:
     def sever(self) -> None:
         """Close the connections, so that no neighbour waits for this rank any longer.
 
-        Each neighbour then closes its own, so that all ranks of the ring learn of it.
+        Each neighbour then closes its own connections, and so on around the ring.
         """
         for each in self._connections.values():
             for connection in each:
@@ -139,7 +140,8 @@ def ring_connections(
     """Return this process's connections of mlx's ring, by the rank at the other end.
 
     A rank listens at its ports in the hostfile, accepts the connection of the rank
-    before it, and connects to the rank after it. Empty: the backend is not the ring.
+    before it, and connects to the rank after it. With other backends the result is
+    empty.
     """
     path = os.environ.get("MLX_HOSTFILE", "") if hosts is None else hosts
     if not path or not Path(path).is_file():

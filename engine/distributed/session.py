@@ -2,15 +2,16 @@
 
     exchange         rank 0 sends                    the other ranks send
     begin            a digest of the options         the same; all ranks compare them
-    round            "plan" and the draft length,    "follow"
-                     "turn" for a plan made before,
-                     or "close" if its user has
-                     ended the stream
+    round            "plan" with the draft length,   "follow"
+                     "turn" for a round planned
+                     before, or "close" if the
+                     caller has ended the stream
     draft            the number of drafted tokens    nothing
     (in the graph)   the drafted tokens; the round's tokens and the number accepted
 
-In each exchange a rank may send "left" instead, and then the text of the error that has
-ended the stream there. All ranks end the stream then, and no rank is lost.
+In each exchange a rank may send "left" instead, followed by the text of the error that
+has ended the stream on that rank. All ranks then end the stream, and the group remains
+usable.
 
 A stream that is dropped sends nothing. The ranks agree before each forward, so all of
 them have submitted the same forwards, and no rank waits for another.
@@ -63,8 +64,8 @@ class RankSession:
         group: RankGroup,
         fields: Mapping[str, Any],
         *,
-        # The parts of the target for which rank 0's drafter needs all ranks, see
-        # `STATES` and `OUTPUT`
+        # The parts of the target for which rank 0's drafter needs all ranks; see
+        # `STATES` and `OUTPUT` in `target`
         needs: Sequence[str],
     ) -> None:
         self.group, self.leads = group, group.leads
@@ -150,7 +151,7 @@ class RankSession:
 
     @contextmanager
     def leaving(self, kind: str) -> Iterator[None]:
-        """Run a block; if it fails, the stream ends on all ranks in an exchange."""
+        """Run a block; if it fails, end the stream on all ranks by an exchange."""
         try:
             yield
         except BaseException as error:
@@ -161,7 +162,7 @@ class RankSession:
         """Tell the other ranks in an exchange that an error has ended the stream here.
 
         Raises:
-            RankLostError: a lower rank has left with an error of another type.
+            RankLostError: a rank of a lower number has left with another type of error.
         """
         self._ended = True
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -172,8 +173,9 @@ class RankSession:
         """Record the end of the stream, and tell the other ranks of an `error`.
 
         Raises:
-            RankLostError: rank 0 has failed. It then sends unusable logits, so that no
-                rank waits for it; this error replaces the one that they cause.
+            RankLostError: rank 0 has failed to verify. It then sends unusable rows, so
+                that no rank waits for it; on the other ranks, this error replaces the
+                one that such rows cause.
         """
         running, self._ended = self.running, True
         if not running or error is None:
@@ -212,7 +214,7 @@ class RankSession:
         return rows
 
     def _raise_left(self, texts: Sequence[str], message: str) -> None:
-        """Raise that a rank has left, unless this rank's error is of the same type."""
+        """Raise RankLostError unless this rank's error is of the type that was sent."""
         rank = next(rank for rank, text in enumerate(texts) if text)
         if texts[rank].partition(":")[0] == message.partition(":")[0]:
             return
@@ -238,7 +240,7 @@ def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _named(value: Any) -> Any:
-    """Return a JSON value for a value that JSON lacks, the same on all ranks."""
+    """Return a JSON value, equal on all ranks, for a value of a type JSON lacks."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -56,8 +56,8 @@ class RankedTarget:
 
         Raises:
             InvalidRequestError: the target is not sharded, the draft does not support
-                a sharded target, or a prefix cache was passed, of which ranks may drop
-                different parts.
+                a sharded target, or a prefix cache was passed: ranks may drop different
+                parts of it.
             UnsupportedModelError: the target cannot be decoded on several ranks.
         """
         how = _check_spread(self._model, self.group.size)
@@ -113,7 +113,7 @@ class RankedTarget:
             if OUTPUT in needs:
                 with self.group.inside():
                     output = joined_output(self._model, self.group.group)
-                if output is not None:  # on rank 0, whose heads get a whole copy
+                if output is not None:  # on rank 0 only
                     for member in members_of(self._draft):
                         member.take_output(output)
             yield
@@ -128,7 +128,7 @@ def _check_spread(model: nn.Module, ranks: int) -> Parallel | None:
     Raises:
         InvalidRequestError: the target is not sharded and there are several ranks, or
             it is sharded and there is one rank.
-        UnsupportedModelError: a pipeline's caches cannot be cut to a part of a draft.
+        UnsupportedModelError: the caches of a pipeline cannot keep a part of a draft.
     """
     how = spread_as(model)
     if ranks > 1 and how is None:

@@ -19,10 +19,10 @@ class Choose(Protocol):
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
     ) -> Choice:
-        """Choose one token per row of logits [rows, vocab], or [rows, n] of `ids`.
+        """Choose one token per row of logits [rows, vocab], or [rows, n] for `ids` [n].
 
         `rows` is `sequence.rows(ahead)`, where `ahead` holds the tokens of this draft
-        so far, integers [m]; None: there are none yet.
+        so far, integers [m], or is None if there are none yet.
         """
         ...
 
@@ -34,7 +34,7 @@ class Branches:
     Attributes:
         parents: integers [k], for each token the index of its parent, which is smaller
             than its own; -1: the token follows the known tokens.
-        levels: the deepest level at which tokens may be accepted, from 1.
+        levels: the deepest level at which tokens may be accepted, counted from 1.
     """
 
     parents: mx.array
@@ -54,7 +54,7 @@ class Proposal:
         branches: the edges of a tree, in which the likeliest path should come first;
             allowed if `choose.tree` is not 0. None: a chain.
         survival: for each token, the probability that it and all tokens before it are
-            accepted; improbable last tokens may be left out. None: not known.
+            accepted; the engine may leave out improbable last tokens. None: not known.
     """
 
     tokens: mx.array
@@ -93,7 +93,7 @@ class Proposal:
         return self.tokens.shape[0]
 
 
-# The proposal of a disabled drafter.
+# The proposal of a drafter that proposes nothing, such as a disabled one.
 NOTHING = Proposal(mx.array([], mx.uint32), source="nothing")
 
 
@@ -127,9 +127,9 @@ class Drafter(Protocol):
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose at most `limit` tokens that follow the sequence, or none.
 
-        `choose` applies the request's filters and noise. A drafter samples with it
-        alone, and passes on the probabilities that it returns. Committed state does
-        not change until `settle`.
+        `choose` applies the request's filters and noise. A drafter samples only by
+        calling `choose`, and returns the probabilities that `choose` gave it. Committed
+        state does not change until `settle`.
         """
         ...
 
@@ -143,7 +143,7 @@ class Drafter(Protocol):
 
 
 class OpenDrafter(Drafter):
-    """The drafter of one stream with all members that the engine uses.
+    """The drafter of one stream, with all methods and properties the engine uses.
 
     The defaults fit a drafter that has no model and no head and proposes nothing.
     """
@@ -167,8 +167,8 @@ class OpenDrafter(Drafter):
     def lanes(self) -> SequenceOf[Lane | None]:
         """The lanes of the drafter's draft models, in order.
 
-        None replaces a lane with other tokens than the target's, and the lane of a
-        disabled drafter.
+        None stands for a lane that holds other tokens than the target's, and for the
+        lane of a disabled drafter.
         """
         return ()
 
@@ -184,7 +184,7 @@ class OpenDrafter(Drafter):
 
     @property
     def shared(self) -> "OpenDrafter":
-        """The drafter that requests of a batch may share: this one, or a member."""
+        """The drafter that requests of a batch may share: this one, or a cascade's."""
         return self
 
     @property
@@ -202,7 +202,7 @@ class OpenDrafter(Drafter):
 
         Args:
             sequence: the sequence that `begin` will get; it may have grown by then.
-            fits: returns whether a chunk of so many tokens may be read now.
+            fits: returns whether a chunk of n tokens may be read now.
 
         Returns:
             Whether hardly anything is left for `begin` to read.
@@ -237,7 +237,7 @@ class OpenDrafter(Drafter):
 
 
 class WrappedDrafter(OpenDrafter):
-    """A wrapper of a drafter: members that are not overridden are those of `inner`."""
+    """A wrapper of a drafter: attributes that are not overridden are `inner`'s."""
 
     def __init__(self, inner: OpenDrafter) -> None:
         self.inner = inner
@@ -248,7 +248,7 @@ for _name in {name for name in dir(OpenDrafter) if name[0] != "_"} - {"shared"}:
 
 
 class DraftChain:
-    """A chain that is chosen token by token."""
+    """A draft without branches, chosen token by token."""
 
     def __init__(self, choose: Choose, sequence: Sequence) -> None:
         self._choose, self._sequence = choose, sequence

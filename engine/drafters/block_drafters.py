@@ -47,8 +47,8 @@ class DFlashDraft(HeadDraft):
     Args:
         model: the target.
         head: the drafter.
-        layers: the target's layers, from 0, whose outputs it reads, in order; -1: the
-            embeddings.
+        layers: indices, from 0, of the target's layers whose outputs the drafter reads,
+            in order; -1: the embeddings.
 
     Raises:
         UnsupportedModelError: the target's structure gives no access to these outputs.
@@ -88,16 +88,17 @@ class DFlashDraft(HeadDraft):
             model: the target.
             layer_ids: how config.json counts layers: "layers", or "tuple", in which 0
                 is the embedding; None: see `tokenizer`.
-            anchor: the position that row j of a block predicts: "given", its own, or
-                "samples", the next one; None: see `tokenizer`.
-            tokenizer: the target's tokenizer. If config.json leaves layers or anchor
-                open and they were not passed, the target generates about 64 tokens,
-                and the drafter predicts them with each choice. An unusual choice is
-                taken only if it is surely better; without a tokenizer, the usual choice
-                is taken. If config.json lists no layers, `notice` says which are read.
+            anchor: the position that a row of a block predicts: its own ("given") or
+                the next one ("samples"); None: see `tokenizer`.
+            tokenizer: the target's tokenizer. If neither config.json nor an argument
+                says how layers are counted, or what the anchor is, the target generates
+                about 64 tokens, and the drafter predicts them with each choice. An
+                unusual choice is taken only if it is surely better; without a
+                tokenizer, the usual choice is taken. If config.json lists no layers,
+                `notice` says which are read.
 
         Raises:
-            ModelFolderError: the folder holds no such drafter, or a part of one.
+            ModelFolderError: the folder holds no such drafter, or only a part of one.
             ConventionError: the drafter predicts no better than chance.
         """
         starts = None if tokenizer is None else starts_for(tokenizer)
@@ -134,7 +135,7 @@ class DFlash2Draft(DFlashDraft):
 
     kind = "dflash2"
     fits = staticmethod(is_dflash2)
-    _load = staticmethod(load_dflash2)  # it has one anchor only
+    _load = staticmethod(load_dflash2)  # which takes no `anchor`
 
     def _on_target(self, layers: tuple[int, ...]) -> DFlash:
         return DFlash2(self.head, self.taps, layers)

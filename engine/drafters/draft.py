@@ -144,7 +144,7 @@ class Draft(Protocol):
         """Return the draft of one generator, with its options.
 
         Raises:
-            UnsupportedModelError: this model does not support one of the options.
+            UnsupportedModelError: the draft model does not support one of the options.
         """
         return self
 
@@ -162,7 +162,7 @@ class Draft(Protocol):
 
 
 def members_of(draft: Draft | None) -> SequenceOf[Draft]:
-    """Return the members of a cascade, the draft itself, or nothing for None."""
+    """Return the members of a draft, see `Draft.members`; of None, no members."""
     return () if draft is None else draft.members()
 
 
@@ -179,7 +179,7 @@ class FolderDraft(Draft, Protocol):
         """Load the draft; the folder of an MTP head may be the target's.
 
         Raises:
-            ModelFolderError: the folder holds no such draft, or a part of one.
+            ModelFolderError: the folder holds no such draft, or only a part of one.
             SpeculationError: the draft does not fit the target.
         """
         ...
@@ -228,7 +228,7 @@ class HeadDraft(FolderDraft):
         self.check_ids(target.highest_id)
 
     def check_ids(self, highest: int) -> None:
-        """Refuse a head that cannot read ids up to `highest`, or drafts higher ones.
+        """Refuse a head that cannot read ids up to `highest`, or drafts higher ids.
 
         Raises:
             InvalidRequestError: the ids do not fit; the message names both numbers.
@@ -247,7 +247,7 @@ class HeadDraft(FolderDraft):
     def following(
         self, lane: Lane, select: Callable[[States], mx.array]
     ) -> CommittedStates:
-        """Return what `select` picks of the states that a lane commits from now on."""
+        """Collect what `select` picks of the states that a lane commits from now on."""
         committed = CommittedStates(self.taps, select)
         lane.follower = committed
         return committed
@@ -264,7 +264,7 @@ def check_embedding(module: Any, highest: int) -> None:
 
 
 def shape_of(model: nn.Module) -> str:
-    """Return a digest of a model's module and of its parameters' names and types."""
+    """Return a digest of a model's module and its parameters' names, shapes, dtypes."""
     digest = hashlib.sha256(f"{type(model).__module__}\n".encode())
     arrays: Any = tree_flatten(model.parameters())
     for name, array in sorted(arrays, key=itemgetter(0)):

@@ -9,7 +9,7 @@ again.
     begin, propose, settle or discard raises      at once
     too many tokens, or no proposal at all        at once
     ids that the target lacks, NaN in the logits  when the round is read; until then
-                                                  such ids are replaced by valid ones
+                                                  these ids are replaced by valid ones
 
 Errors that the request's logits processors or its constraint raise in `choose` are not
 faults of the drafter: they are raised to the caller, like Ctrl-C and MemoryError.
@@ -57,8 +57,9 @@ class CheckedChoose:
     Attributes:
         tree: as passed.
         raised: the error of the request's processors or constraint; None: none.
-        arrays: computed tokens, the ids as the drafter proposed them, and the peaks of
-            the logits rows chosen from; submitted before the target's forward.
+        arrays: the tokens with wrong ids replaced, the tokens as proposed, and the
+            largest logit of each row that the drafter chose from. They are submitted
+            before the target's forward.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class CheckedChoose:
     def children(
         self, logits: mx.array, rows: Rows, count: int, ids: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return the likeliest next tokens of the nodes of a level of the tree.
+        """Return the likeliest children of the nodes of one level of a tree.
 
-        Only for `tree` above 0. See `best_children`.
+        To be called only if `tree` is above 0. See `best_children`.
         """
         self._seen.append(logits)
         return best_children(self._verifier, logits, rows, count, ids)
@@ -112,10 +113,10 @@ class CheckedChoose:
         return CheckedChoose(self._verifier, self._masks, self.tree)
 
     def checked(self, draft: Proposal, limit: int) -> Proposal:
-        """Return the proposal, with every id replaced for which the target has no row.
+        """Return the proposal; replace each id that the target's embedding lacks.
 
-        An id without a row would read memory outside of the target's embedding. Wrong
-        ids cannot change the text, unless the draft was sampled.
+        Such an id would read memory outside of the target's embedding. Wrong ids
+        cannot change the text, unless the draft was sampled.
 
         Raises:
             InvalidRequestError: `draft` is no proposal, is longer than `limit`, or
@@ -176,7 +177,7 @@ class FaultGuard(WrappedDrafter):
         super().__init__(inner)
         self._note = note
         self._target = target
-        self._choose: CheckedChoose | None = None  # of a proposal that is not settled
+        self._choose: CheckedChoose | None = None  # for a proposal that is not settled
         self._disabled = False
         if target is not None and target.follower is not None:
             target.follower.call_through(self._after_chunk)
@@ -307,7 +308,7 @@ def what_is_wrong(rows: int, ids: int) -> Exception:
 
 
 def _within_tree(branches: Branches, count: int, limit: int) -> Branches:
-    """Return the branches, each parent index clipped to -1 or an earlier token's."""
+    """Return the branches, each parent clipped to -1 or an earlier token's index."""
     parents, levels = branches.parents, branches.levels
     if not _holds_ids(parents) or len(parents) != count or not 1 <= levels <= limit:
         raise InvalidRequestError(

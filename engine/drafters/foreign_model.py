@@ -1,14 +1,14 @@
-"""The drafter with a smaller model of another family, which has its own tokenizer.
+"""The drafter with a smaller model of another family and with another tokenizer.
 
 The draft model reads the text in its own tokens, and drafts only tokens that the target
 has too (token-level intersection, arXiv 2502.05202):
 
     target    The  Ġquick  Ġfox        known
     draft     The  Ġqu  ick  Ġfox      the same text in the draft's tokens
-    drafts    Ġjumps Ġover             both have these; the target lacks Ġjum
+    drafts    Ġjumps Ġover             tokens of both; not Ġjum, which the target lacks
 
-A target token that is several tokens in the draft is never drafted. The target verifies
-the draft as usual, so the text is the target's own.
+A target token that is several tokens in the draft's tokenizer is never drafted. The
+target verifies the draft as usual, so the text is the target's own.
 
 Two tokens are the same if they add the same bytes to a text: the letter "Ġ" of
 byte-level tokenizers and "▁" of others both stand for a space. Special tokens add no
@@ -78,7 +78,7 @@ class TokenTexts:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """The token id, or the lowest of several, of each text that is not empty."""
+        """The lowest token id for each sequence of bytes that is not empty."""
         result: dict[bytes, int] = {}
         for i in sorted(self.bytes):
             if self.bytes[i]:
@@ -104,7 +104,7 @@ class TokenTexts:
         )
 
     def encode(self, text: bytes) -> list[int] | None:
-        """Return the tokenizer's ids for a text; None if these ids add other bytes."""
+        """Return the tokenizer's ids for a text; None if these mean other bytes."""
         try:
             ids = list(self._tokenizer.encode(text.decode(), add_special_tokens=False))
         except UnicodeDecodeError:
@@ -112,7 +112,7 @@ class TokenTexts:
         return ids if self.joined(ids) == text else None
 
     def pieces(self, text: bytes) -> list[int]:
-        """Split a text into its longest tokens; leave out bytes that have no token."""
+        """Split a text greedily into the longest tokens; leave out unknown bytes."""
         result: list[int] = []
         start = 0
         while start < len(text):
@@ -140,7 +140,7 @@ class CommonTokens:
         draft: the draft's tokenizer.
 
     Attributes:
-        pairs: the draft's id for each common id of the target, in the target's order.
+        pairs: maps the target's id of each common token, in order, to the draft's id.
 
     Raises:
         TokenizerMismatchError: there are too few common tokens.
@@ -188,7 +188,7 @@ class CommonTokens:
             )
 
     def whole(self, tokens: SequenceOf[int]) -> list[int]:
-        """Return a text in the draft's tokens, after the tokens that begin every text.
+        """Return a text in the draft's tokens, preceded by those that begin every text.
 
         The draft's tokenizer encodes the text. If decoding does not reproduce the text,
         each token is translated separately.
@@ -200,9 +200,9 @@ class CommonTokens:
         return (again if again[: len(begin)] == begin else begin + again) or [self._any]
 
     def each(self, token: int) -> list[int]:
-        """Return a target token in tokens of the draft, at least one.
+        """Return the draft's tokens for a target token, at least one.
 
-        A common token has one; any other is split into the longest tokens.
+        A common token becomes one token; any other is split into the longest tokens.
         """
         if token in self.pairs:
             return [self.pairs[token]]
@@ -218,7 +218,7 @@ def _byte_level(name: str) -> bytes:
 
 
 def _letters() -> dict[str, int]:
-    """Return GPT-2's table; bytes that are not printable have letters from 256 on."""
+    """Return GPT-2's table; unprintable bytes have letters from code point 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -278,7 +278,7 @@ class ForeignModelDraft(ModelDraft):
         return cls(model, CommonTokens(target.tokenizer, tokenizer))
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse a draft model that has no row for some token of its tokenizer."""
+        """Refuse a draft model whose logits lack a common token."""
         width, highest = logit_width(self.model), max(self.common.draft.bytes)
         if width <= max(self.common.pairs.values()):
             raise InvalidRequestError(
@@ -319,7 +319,7 @@ class ForeignModelDrafter(OpenDrafter):
         self._table = mx.zeros(max(pairs) + 1, mx.uint32)
         self._table[self._theirs] = self._own_ids
         self._text = Sequence([])  # in tokens of the draft
-        self._read = 0  # how many tokens of the sequence `_text` contains
+        self._read = 0  # number of the sequence's tokens that `_text` contains
 
     @property
     def lanes(self) -> list[Lane | None]:

@@ -1,13 +1,13 @@
 """The drafter with a Gemma 4 assistant, which reads the target's keys and values.
 
-With t_n the newest known token, N = n committed positions before it, h_i the target's
-states and k = 3:
+Let t_n be the newest known token, h_i the target's state at position i, d_j the drafted
+tokens and g_j the assistant's states. With k = 3:
 
     step 1     t_n and h_n-1       gives d_1 and g_1
     step 2     d_1 and g_1         gives d_2 and g_2
     step 3     d_2 and g_2         gives d_3
 
-Every step reads the target's keys and values of positions 0 to N - 1, and all steps
+Every step reads the target's keys and values of positions 0 to n - 1, and all steps
 have the same position, the anchor. A draft writes to no cache, so a rollback has
 nothing to undo. `propose` reads the target's caches before the target's forward of the
 round, and holds none of their arrays when that forward writes to them.
@@ -56,8 +56,8 @@ class AssistantDraft(HeadDraft):
         model: the target.
         assistant: the assistant of this target.
         anchor: the position of all drafting steps of a round: "state", the last
-            position in the target's caches; or "token", the position of the newest
-            token, which is the next one.
+            position in the target's caches; or "token", the position after it, which
+            is that of the newest token.
 
     Raises:
         UnsupportedModelError: the assistant was made for another target, or the
@@ -106,7 +106,7 @@ class AssistantDraft(HeadDraft):
             tokenizer: the target's tokenizer.
 
         Raises:
-            ModelFolderError: the folder holds no assistant, or a part of one.
+            ModelFolderError: the folder holds no assistant, or only a part of one.
             ConventionError: the assistant predicts no better than chance.
             UnsupportedModelError: the assistant belongs to another target.
         """
@@ -138,7 +138,7 @@ class AssistantDraft(HeadDraft):
         return AssistantDrafter(self, lane, sequence)
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Return the inputs of the target's first layer for ids [n], [n, 1, dim]."""
+        """Return the inputs [n, 1, dim] of the target's first layer for ids [n]."""
         return self.taps.embed(tokens[:, None], scaled=True)
 
 
@@ -167,7 +167,8 @@ class AssistantDrafter(MtpDrafter):
         return AssistantOnTarget(self._draft, lanes, texts)
 
     def _read_chunk(self) -> None:
-        self._catch_up(0, until=self.committed.stop - 1)  # the last is for restoring
+        # The last state remains, for a restore point.
+        self._catch_up(0, until=self.committed.stop - 1)
 
 
 class AssistantOnTarget:
@@ -175,7 +176,7 @@ class AssistantOnTarget:
 
     Args:
         draft: the assistant.
-        lanes: the target's lane for each text; several lanes are those of a batch.
+        lanes: the target's lane for each text; several lanes belong to one batch.
         texts: the known tokens of each text.
     """
 

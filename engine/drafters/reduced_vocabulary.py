@@ -23,7 +23,7 @@ DraftVocabulary = Iterable[int] | Literal["intersection"]
 def reduced_vocabulary(
     texts: str | Iterable[str] | Iterable[int], size: int, *, tokenizer: Any = None
 ) -> list[int]:
-    """Return the `size` most frequent token ids, or all if fewer occur, in order.
+    """Return the `size` most frequent token ids, or all if fewer occur, ascending.
 
         ids = reduced_vocabulary(my_texts, 8192, tokenizer=tokenizer)
         SpeculativeGenerator(model, tokenizer, draft=small, draft_vocabulary=ids)
@@ -78,7 +78,7 @@ def _checked_id(token: Any) -> int:
 
 
 def checked_vocabulary(ids: Any, width: int) -> list[int]:
-    """Return the ids of a reduced vocabulary, in order.
+    """Return the ids of a reduced vocabulary, in ascending order.
 
     Raises:
         InvalidRequestError: there are no ids, or one is out of range or repeated.

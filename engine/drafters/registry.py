@@ -46,7 +46,7 @@ def draft_of_config(config: dict[str, Any]) -> type[FolderDraft]:
 
 
 def draft_of_folder(folder: Path) -> type[FolderDraft]:
-    """Return the class that loads a folder with this config.json and these tensors.
+    """Return the class that loads a folder, by its config.json and its tensor names.
 
     Raises:
         ModelFolderError: config.json is missing, or not a JSON object.
@@ -57,7 +57,7 @@ def draft_of_folder(folder: Path) -> type[FolderDraft]:
 
 
 def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderDraft]]:
-    """Return the folder of a draft and its class; download a repository if named.
+    """Return a draft's folder and class; download the folder if a repository is named.
 
     Raises:
         ModelFolderError: the folder does not exist, or holds no draft.

@@ -5,12 +5,14 @@
 
 `draft="auto"` adds a lookup to the draft that the target's folder offers:
 
-1. the draft that speculation.json names; with a `draft_length`, it gets no lookup
+1. the draft that speculation.json names; if it also sets `draft_length`, no lookup is
+   added
 2. else the MTP head in the folder
-3. else none: only the lookup drafts. If a draft was expected, a notice says why
+3. else none: only the lookup drafts. If a draft was expected, a notice says why it is
+   missing
 
-The draft that was loaded last is stored in an attribute of the target model. The next
-generator takes it from there, and the draft is freed with the model.
+The draft that was loaded last is stored in an attribute of the target model, and freed
+with the model. The next generator with the same `DraftName` uses it again.
 """
 
 from dataclasses import dataclass, replace
@@ -69,7 +71,7 @@ class DraftName:
     """The name of a draft that is not loaded yet."""
 
     name: str  # "auto", "lookup", "mtp", a path or a repository
-    # The class that loads it; None: a lookup, or it depends on the target's folder
+    # The class that loads it; None: no class (a lookup), or the target's folder decides
     loader: type[FolderDraft] | None = None
     folder: Path | None = None  # the draft's folder; None: the target's
     # The target's folder or repository; None: the one that the tokenizer names
@@ -186,7 +188,7 @@ def _said(draft: Draft) -> Resolved:
 
 
 def _foreign(named: DraftName) -> DraftName:
-    """Return the name of a draft model as one that has another tokenizer."""
+    """Return the name, with the loader of a draft model with another tokenizer."""
     if named.loader is not ModelDraft:
         raise _not_foreign(repr(named.name))
     return replace(named, loader=ForeignModelDraft)

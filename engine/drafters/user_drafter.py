@@ -48,7 +48,7 @@ class CustomDraft(Draft):
 
 
 class CustomDrafter(OpenDrafter):
-    """A user's drafter, with defaults for members that it lacks."""
+    """A user's drafter, with defaults for the attributes that it lacks."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
@@ -60,7 +60,7 @@ class CustomDrafter(OpenDrafter):
 
 
 def _of_inner(name: str) -> property:
-    """Return a property for a member of the user's object, or else the default."""
+    """Return a property that reads this attribute of `inner`, or else the default."""
 
     def member(drafter: CustomDrafter) -> Any:
         default = getattr(super(CustomDrafter, drafter), name)

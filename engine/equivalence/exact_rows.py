@@ -2,8 +2,8 @@
 
 Exact mode needs one property of the device: if all forwards have the same shape, the
 bits of a row's logits depend only on the tokens up to the row, not on the row's place
-in the forward or on later rows. The test feeds a text of random tokens. It compares
-rows at the beginning and at the end of each view of the keys (see
+in the forward or on later rows. The test feeds a text of random tokens in four ways. It
+compares rows at the beginning and at the end of each view of the keys (see
 `caches.types.fixed_view`), up to a context length:
 
     alone       each token alone, with padding; this gives the expected bits

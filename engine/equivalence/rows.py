@@ -6,7 +6,8 @@ same caches, without changing them, and compares the logits row by row:
 
     text        the model's greedy continuation of a prompt
     draft       the next k tokens of the text, one of them replaced by a wrong one
-    rows        k + 1: after the last token before the draft, and after each drafted one
+    rows        k + 1: one after the last token before the draft, one after each of the
+                drafted tokens
 
 Rows after the wrong token count too, since both ways read the same tokens.
 """
@@ -47,7 +48,7 @@ class Place:
 
     position: int  # the number of generated tokens before the draft
     draft: tuple[int, ...]  # k tokens, one of which is wrong
-    wrong: int  # the index of the wrong token
+    wrong: int  # the index of the wrong token in the draft
     rows: tuple[Row, ...]  # k + 1
 
     @property
@@ -69,8 +70,8 @@ def verify_both_ways(
 ) -> Iterator[Place]:
     """Yield comparisons at places that are evenly spread over the text.
 
-    The text before a place is fed in forwards over one token; before every other place,
-    in forwards over k + 1 tokens, since these change the order of keys in a ring cache.
+    The text up to a place is fed in forwards over k + 1 tokens or over one token,
+    alternately: forwards over several tokens change the order of keys in a ring cache.
 
     Raises:
         InvalidRequestError: the text is too short.

@@ -13,7 +13,7 @@ the position are compared:
 The texts differ by a near-tie if the margin is at most twice the difference (divided by
 the temperature) plus the spacing of the logits' dtype at the largest logit, or if the
 edge is at most twice the difference. Anything else is a real difference. The spacing
-matters in bfloat16: neighbouring scores are one rounding apart, even if the ways that
+matters in bfloat16: rounding may move a score by one spacing, even if the ways that
 were tried agree by chance.
 """
 
@@ -67,9 +67,9 @@ def find_parting(
     *,
     width: int,  # the largest number of tokens of a forward
     # The number of places in a block at which to try the row; None: all. Fewer are
-    # faster, but may give a smaller difference than the text had.
+    # faster, but may give a smaller difference than the texts had.
     places: int | None = None,
-    make_lane: MakeLane = Lane,  # makes lanes with the kinds of caches of both texts
+    make_lane: MakeLane = Lane,  # makes lanes with the texts' kinds of caches
 ) -> Parting | None:
     """Return the first difference of two texts; None: they are equal."""
     pairs = enumerate(zip_longest(expected, got))
@@ -101,9 +101,9 @@ def deciding_row(
 ) -> mx.array:
     """Return the logits after the last of `tokens`, [1, vocab], in the model's dtype.
 
-    All tokens of the prompt but the last are fed as in prefill, the rest in blocks: one
-    of `first` tokens, then of `width` tokens. The last block is filled up: the width of
-    a block affects the row's rounding, but the tokens after the row do not.
+    All tokens of the prompt but the last are fed as in prefill, the others in blocks:
+    the first has `first` tokens, each further one `width` tokens. The last block is
+    filled up: its width affects the row's rounding, but tokens after the row do not.
     """
     lane = make_lane(model)
     head, rest = list(tokens[: prompt - 1]), list(tokens[prompt - 1 :])

@@ -86,7 +86,7 @@ def limited(
 
     Raises:
         InvalidRequestError: a limit is invalid, or `max_kv_size` was passed for a model
-            that makes its own caches, where mlx-lm ignores it.
+            that makes its own caches, for which mlx-lm ignores the limit.
     """
     caches = Caches.of(model, (), passed, max_kv_size)
     if max_kv_size is not None and hasattr(model, "make_cache"):

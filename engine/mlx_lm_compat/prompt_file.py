@@ -1,8 +1,8 @@
 """The caches of a prompt that was read earlier, from a file.
 
 The file was written by `mlx_lm.cache_prompt` or `save_caches`. The caches keep the
-kinds that they have in the file, such as a limited size or quantization. Their numbers
-get the dtype of the loaded model, which is float32 on a Linux CPU.
+kinds that they have in the file, such as a limited size or quantization. Their arrays
+are cast to the dtype of the loaded model (float32 on a Linux CPU).
 """
 
 from pathlib import Path

@@ -49,9 +49,9 @@ def responses(
         tokenizer: the target's, whose end-of-text ids are no part of the text.
         detokenizer: mlx-lm's or mlx-vlm's, new for this text.
         progress: reports how much of the prompt is read.
-        vocab: the number of log-probabilities of the target.
+        vocab: the number of logits in a row of the target.
         device: the stream that mlx works on; None: the default one.
-        each: called after each response and at the end.
+        each: called before each response is yielded, and at the end.
     """
     # A local name: if Python exits before the text ends, globals are None in `finally`.
     working = _working(device)
@@ -61,7 +61,7 @@ def responses(
         stats=stream.stats,
         seed=_seed(stream),
     )
-    # `started` is the beginning of the prompt, then the time of the first token
+    # `started`: the time at which prefill began; after it, the time of the first token
     started, prompt_seconds, tokens = time.perf_counter(), 0.0, 0
     progress.tell(0)
     try:

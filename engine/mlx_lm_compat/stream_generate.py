@@ -8,12 +8,13 @@
 
 The text is that of mlx-lm without a draft: greedy if there is no sampler, else drawn
 from the sampler's distribution. mlx-lm treats some options differently with a draft;
-here they work as in plain decoding: `prefill_step_size` is 2048, `max_kv_size` and
-`prompt_progress_callback` have an effect, and a cache holds the last token.
+here they work as in plain decoding: `prefill_step_size` is 2048 by default, the options
+`max_kv_size` and `prompt_progress_callback` have an effect, and caches hold the last
+token too.
 
 The call checks all arguments; the model runs when the first response is read. An
-unknown keyword raises `TypeError`, two values that do not fit `InvalidRequestError`,
-and a cache of an unknown kind `UnsupportedCacheError`.
+unknown keyword raises `TypeError`, and values that do not fit together raise
+`InvalidRequestError`. A cache of an unknown kind raises `UnsupportedCacheError`.
 """
 
 from collections.abc import Callable, Generator

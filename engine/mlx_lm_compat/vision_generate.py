@@ -1,13 +1,14 @@
 """`vision_stream_generate` with mlx-vlm's arguments and defaults, and speculation.
 
     from mlx_vlm import load
-    from mlx_speculation import vision_stream_generate   # for mlx_vlm.stream_generate
+    from mlx_speculation import vision_stream_generate   # instead of mlx_vlm's
 
     for response in vision_stream_generate(model, processor, prompt, "a.png"):
         print(response.text, end="")
 
 The greedy text equals mlx-vlm's. Above temperature 0 the seed determines the text, with
-or without a draft. Filters have the order of `Sampling`. Other keywords are refused.
+or without a draft. Filters are applied in the order of `Sampling`. Keywords that are
+not listed below are refused.
 """
 
 import copy
@@ -56,7 +57,7 @@ def vision_stream_generate(
     The call checks all arguments; the model runs when the first response is read.
 
     Args:
-        model: the target, loaded by mlx-vlm, or a `VisionTarget` of it.
+        model: the target, loaded by mlx-vlm, or a `VisionTarget` of such a model.
         processor: its processor.
         prompt: text, with the family's marker for each image.
         image: one image or several, see `open_image`; URLs are not fetched.
@@ -66,7 +67,7 @@ def vision_stream_generate(
         num_draft_tokens: tokens to draft in a round; None: an adaptive number.
         max_tokens: at least 1.
         prefill_step_size: the largest number of prompt tokens of a forward.
-        temperature: 0 or None: greedy; for these options see `Sampling`.
+        temperature: 0 or None: greedy; for this and the next options see `Sampling`.
         top_p: 1 or None: all tokens.
         min_p: 0: all tokens.
         top_k: 0 or None: all tokens.
@@ -78,7 +79,8 @@ def vision_stream_generate(
 
     Raises:
         TypeError: a keyword is unknown.
-        InvalidRequestError: audio, video, an unreadable image, or two unfit values.
+        InvalidRequestError: audio or video was passed, an image cannot be read, or two
+            values do not fit together.
         UnsupportedModelError: the model's family is not supported.
     """
     _check_keywords(unknown, audio, video)

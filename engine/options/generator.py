@@ -15,7 +15,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Group, Sliding, check_fixed_shape
 from mlx_speculation.samplers import Acceptance
 
-MOST_NODES = 64  # of a tree
+MOST_NODES = 64  # largest number of nodes of a tree
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -36,7 +36,7 @@ class StreamOptions:
         constraint: a constraint on the generated text, like `json_schema(...)`. A text
             that ends with "stop" fits the constraint, unless a stop string has cut it.
             Stop tokens are allowed where the text may end. If no other token is
-            allowed there, the text ends without one.
+            allowed there, the text ends without a stop token.
         explain: keep the draft length of each round, the reason for it, and the parts
             of the round's time in `stream.decisions`. Measuring the parts makes rounds
             about 1 % slower, see `engine.timing`.
@@ -48,14 +48,14 @@ class StreamOptions:
             are.
         logprob_rows: add the log-probabilities of all ids to each chunk's `logprob`.
         yielded_only: after `close()`, let the caller's caches hold only the prompt and
-            the yielded tokens, without a round's tokens that were not yielded yet. Such
-            a close may cost forwards over at most the tokens of a draft.
+            the yielded tokens, without a round's tokens that were not yielded yet. This
+            may cost further forwards, over at most as many tokens as a draft has.
         level_draft: at the end, let the draft model's caches hold the same tokens as
             the target's.
         prediction: a text, or its token ids, that the output may repeat in part, such
             as a file to be edited. A lookup searches it.
         images: the images of the prompt's image parts, in their order: paths, bytes,
-            data URLs or Pillow images. For a target that reads images.
+            data URLs or Pillow images. Only for a target that reads images.
 
     Raises:
         InvalidRequestError: a value is out of range or of the wrong type.

@@ -103,7 +103,7 @@ class RequestFactory:
     ) -> Warmup | None:
         """Return a warm-up of round shapes, on CUDA with an adaptive draft length."""
         fixed = isinstance(lengths, FixedDraftLength | Calibration)
-        # A rehearsal does not run the forwards of ranks, images, trees or exact mode.
+        # A warm-up does not run the forwards of ranks, images, trees or exact mode.
         usual = self._setup.ranked is None and target.run is target.model
         if fixed or not usual or target.shape is not None or not cuda_serves():
             return None
@@ -129,7 +129,7 @@ class RequestFactory:
         )
 
     def _masks(self, options: StreamOptions) -> Masks | None:
-        """Return the masks of the constraint, if there is one."""
+        """Return the masks of the constraint; None: there is no constraint."""
         if options.constraint is None:
             return None
         usable = self._setup.ids.usable(self._setup.target_width)

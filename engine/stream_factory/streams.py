@@ -62,7 +62,7 @@ class StreamFactory:
     def start_calibration(
         self,
     ) -> Callable[[list[int], DraftLengthPolicy], Stream]:
-        """Return a function that starts streams to measure rounds, without caching."""
+        """Return a function that starts streams without prefix cache, for measuring."""
         draft = measured_draft(self._setup.draft)
         options = replace(self._setup.options, prefix_cache=None)
         maker = StreamFactory(replace(self._setup, draft=draft, options=options))
@@ -80,7 +80,7 @@ class StreamFactory:
         """Return a stream that has not begun; see `SpeculativeGenerator.stream`.
 
         Raises:
-            InvalidRequestError: two values do not fit together; it names both.
+            InvalidRequestError: two values do not fit together; the message names both.
             ConstraintError: the constraint fails before the first token.
         """
         setup, ranked = self._setup, self._setup.ranked
@@ -123,7 +123,7 @@ class StreamFactory:
 
     @cached_property
     def _sizes(self) -> list[CacheSize]:
-        """The caches of the target, of draft models and of heads."""
+        """The cache sizes of the target, of draft models and of heads."""
         setup = self._setup
         sizes = [CacheSize.of(each) for each in (setup.model, *setup.draft_models)]
         heads = sum(member.follows for member in members_of(setup.draft))
@@ -228,14 +228,14 @@ class StreamFactory:
         request: Request,
         images: ImageInput | None,
     ) -> PrefixReuse | None:
-        """Return a stream's view of the prefix cache; None: it may not use one."""
+        """Return a stream's view of the prefix cache; None: the stream uses none."""
         cache = self._setup.options.prefix_cache
         target, drafter = request.target, request.open_drafter
         if cache is None or options.own_caches:
             return None
         if target.quantization is not None:  # the prefix cache holds no quantized rows
             return None
-        if images is not None and images.forward.one_pass:  # no part of a prompt
+        if images is not None and images.forward.one_pass:  # prompts are read whole
             return None
 
         def lanes() -> list[Lane | None]:
