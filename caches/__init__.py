@@ -9,7 +9,8 @@
     prefix        the prefix cache: snapshots of earlier requests, by their tokens
     files         prompt-cache files in mlx-lm's layout
 
-The package knows mlx-lm's caches, but no models, tokens, samplers or text.
+The package knows mlx-lm's caches, but no models, samplers or text. Only `prefix` and
+`files` know tokens.
 """
 
 from mlx_speculation.caches.files import (

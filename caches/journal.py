@@ -1,8 +1,8 @@
 """The journal of one cache during a speculation.
 
-A journal presents one leaf cache to the model and can keep a prefix of what the
-model wrote, or undo all of it. It knows nothing about other caches, the model or the
-text; `Speculation` keeps the journals of all layers in step.
+A journal presents one leaf cache (any cache but a `CacheList`) to the model, and can
+keep a prefix of what the model wrote, or undo all of it. It knows nothing about other
+caches, the model or the text; `Speculation` keeps the journals of all layers in step.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ class Journal(Protocol):
 
     @property
     def live(self) -> bool:
-        """Return whether the model writes to the live cache itself."""
+        """Return whether the model writes to the live cache itself, not to a copy."""
         ...
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that may keep unequal counts; None: an empty batch."""
+        """Number of rows that can keep different counts; None: an empty batch."""
         ...
 
     @property

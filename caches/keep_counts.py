@@ -12,7 +12,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def numbers(keep: Keep) -> int | tuple[int, ...]:
-    """Return `keep` as a number or as a tuple; both compare with `==`."""
+    """Return `keep` as a number or as a tuple, for comparisons with `==`."""
     if isinstance(keep, int):
         return keep
     if not isinstance(keep, Sequence):
@@ -50,7 +50,7 @@ def per_row(
 
 
 def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
-    """Refuse a number below 0 or above `written`; `written` None: it is unknown."""
+    """Refuse a number below 0 or above `written` (None: unknown)."""
     each = (keep,) if isinstance(keep, int) else keep
     for row, number in enumerate(each):
         if number < 0 or (written is not None and number > written):
@@ -64,11 +64,11 @@ def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
 def check_written(
     keep: int | tuple[int, ...], each: Sequence[int | None], *, whole: bool
 ) -> int | None:
-    """Check `keep` against the positions that each layer wrote; return that number.
+    """Check `keep` against what each layer wrote; return the number of positions.
 
     Args:
         keep: one number, or one for each row.
-        each: positions that each layer wrote; None: the layer does not know.
+        each: number of positions that each layer wrote; None: unknown.
         whole: whether only all or nothing may be kept.
     """
     written = max((count for count in each if count is not None), default=None)

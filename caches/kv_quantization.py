@@ -5,9 +5,10 @@ positions by a quantized copy. Each token of a round must see the same keys as i
 decoding, so no round may write rows on both sides of position `start`:
 
     start = 8, the caches hold 5      rows 5, 6 and 7 see plain keys: feed at most 3
-    the caches hold 8                 replaced; every later row sees quantized keys
+    the caches hold 8                 they are replaced; later rows see quantized keys
 
-The old cache objects do not change, so putting them back undoes a round.
+The old cache objects do not change. So a round can be undone after the replacement, by
+putting the old objects back and rolling them back.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class KVQuantization:
         return self.start - max(offsets) if offsets else None
 
     def replace(self, caches: list[Any]) -> Replaced:
-        """Quantize caches of at least `start` positions; return places, old objects."""
+        """Quantize caches of `start` positions or more; return places, old caches."""
         before = list(caches)
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
         places = range(len(before))
@@ -48,7 +49,7 @@ class KVQuantization:
 
     @staticmethod
     def unable(caches: Sequence[Any]) -> Any | None:
-        """Return a sliding-window cache, which mlx-lm cannot quantize; None: none.
+        """Return the first sliding-window cache, which mlx-lm cannot quantize, or None.
 
         Members of a `CacheList` do not count: mlx-lm never quantizes them.
         """

@@ -1,8 +1,8 @@
 """Registry of cache kinds and their journals.
 
 A `CacheList` has no journal; each of its members has one, as a layer's cache does. The
-type has to match exactly: a subclass may write in a way that its base class's journal
-does not know, so subclasses are refused like any other unknown kind.
+class of a cache has to be in the registry itself: a subclass may write in a way that
+its base class's journal does not record, so subclasses are refused like unknown kinds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
-# Called with the cache and `whole`; those of a few kinds take `steps` or `shape` too.
+# Called with the cache and `whole`; a few journals take `steps` or `shape` too.
 JOURNALS: dict[type, Callable[..., Journal]] = {
     KVCache: KVJournal,
     QuantizedKVCache: KVJournal,
@@ -59,7 +59,7 @@ KNOWN = (*JOURNALS, CacheList)
 
 
 def check_supported(caches: Sequence[Any]) -> list[Any]:
-    """Return every leaf cache; refuse those that cannot be rolled back. Changes none.
+    """Return every leaf cache; refuse kinds that cannot be rolled back.
 
     Raises:
         InvalidRequestError: there is no cache, or one object is in two places.
@@ -76,11 +76,11 @@ def check_supported(caches: Sequence[Any]) -> list[Any]:
 
 
 def check_fixed(caches: Sequence[Any]) -> list[Any]:
-    """Return every leaf cache; refuse those that have no fixed view. Changes none.
+    """Return every leaf cache; refuse kinds that exact mode cannot use.
 
     Raises:
         InvalidRequestError: there is no cache, or one object is in two places.
-        UnsupportedCacheError: a leaf is of another kind.
+        UnsupportedCacheError: a leaf has neither a fixed view nor a recurrent state.
     """
     kinds = [*FIXED, ArraysCache]
     result = checked_leaves(
@@ -117,7 +117,7 @@ def open_journals(
 
 
 def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> Journal:
-    """Return a journal: on a copy if `isolated`, else in key steps if possible."""
+    """Return a journal: with `steps` if the kind takes them; isolated if asked."""
     opened = JOURNALS[type(leaf)]
     if steps is not None and type(leaf) in (KVCache, SlidingKVCache):
         return opened(leaf, whole, steps)
@@ -127,7 +127,7 @@ def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> J
 
 
 def presented(caches: Sequence[Any], journals: Iterator[Journal]) -> list[Any]:
-    """Return the caches to pass to the model, taking a journal for every leaf."""
+    """Return the caches to pass to the model; each leaf takes the next journal."""
     return [
         CacheList(*presented(cache.caches, journals))
         if type(cache) is CacheList

@@ -47,27 +47,27 @@ A speculation is used once, inside its block:
 
 
 class Speculation:
-    """One round of writes to a model's caches, of which a prefix is kept.
+    """The writes of one round to a model's caches, of which a prefix is kept.
 
     Args:
         caches: mlx-lm caches, one per layer as `make_prompt_cache` returns them.
         whole: promise that all or nothing will be kept. Recurrent layers then record
             nothing, which saves memory in a long prompt. If the model has only such
             layers, `keep` cannot be checked, and any number but 0 keeps all.
-        rerun: feeds the model the first n tokens of this round again. If a recurrent
-            layer's mixer records nothing, a commit of a part rolls everything back and
-            calls `rerun(keep)`, which costs one more forward.
-        isolated: leave the live caches unchanged until the commit: the model writes to
-            a copy of each cache, and `commit` gives the kept part to the live caches.
-            The first write copies every buffer; see `caches/journals/isolated.py`.
+        rerun: function that feeds the model the first n tokens of this round again. If
+            a recurrent layer's mixer records nothing, a commit of a part rolls
+            everything back and calls `rerun(keep)`, which costs one more forward.
+        isolated: leave `caches` (the live caches) unchanged until the commit: the model
+            writes to copies, and `commit` gives the kept part to the live caches. The
+            first write copies every buffer; see `caches/journals/isolated.py`.
         key_steps: pad the keys that the model sees to whole steps of rows where this is
             faster, see `caches/types/padded_kv.py`; only for models that were tested
             with padded keys. Has no effect with `isolated`.
         shape: shape of the one forward of this round, in exact mode. The model sees
             keys in views whose size depends on the position alone, see
             `caches/types/fixed_view.py`. The model is fed `shape.rows` rows; padding
-            rows are undone like rejected drafts. Not with `whole`, `isolated` or
-            `key_steps`.
+            rows are undone like rejected drafts. Cannot be combined with `whole`,
+            `isolated` or `key_steps`.
 
     Attributes:
         open: whether the speculation is neither committed nor rolled back.
@@ -76,7 +76,8 @@ class Speculation:
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or, with `isolated`, it
             holds a value that cannot be copied; nothing was changed.
-        InvalidRequestError: one cache object is in two places, or there is none.
+        InvalidRequestError: one cache object is in two places, there is no cache, or
+            `shape` was passed with an option that excludes it.
     """
 
     def __init__(
@@ -144,27 +145,27 @@ class Speculation:
 
     @property
     def start(self) -> int | None:
-        """Positions that the caches hold before the first write; see `position`."""
+        """Positions in the caches, if read before the first write; see `position`."""
         if self._unopened is not None:
             return self._unopened.start
         return position(self._live)
 
     @property
     def written(self) -> int | None:
-        """Positions written so far; None: no layer knows (unknown mixers only)."""
+        """Positions written so far; None: no layer counts or records them."""
         known = [w for leaf in self._leaves if (w := leaf.written) is not None]
         return max(known, default=None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that the journals hold and the live caches do not.
+        """Bytes of the arrays in the journals that are not also in the live caches.
 
         Can be read until the commit.
         """
         return bytes_beside(self._leaves, self._live)
 
     def move(self, rows: Sequence[int]) -> None:
-        """Move these written rows to the front, so that a tree's path is a prefix.
+        """Move these rows before the other written rows, so that they are a prefix.
 
         Can be called after one forward that was fed a tree, before `prepare`. Rolling
         back undoes the move too.
@@ -200,8 +201,8 @@ class Speculation:
         Raises:
             InvalidRequestError: a number in `keep` is negative or more than was
                 written, or `keep` does not have one number for each row.
-            UnsupportedCacheError: a layer cannot keep a part, and there is no `rerun`,
-                or the rows keep different numbers, for which no rerun is possible.
+            UnsupportedCacheError: a layer cannot keep a part, and the model cannot run
+                again: there is no `rerun`, or the rows keep different numbers.
             SpeculationClosedError: the speculation is closed.
         """
         if not self.open:
@@ -245,8 +246,8 @@ class Speculation:
 
         A list has a number for each row of batch caches. Everything is checked before
         anything changes, and the errors are those of `prepare`. After `prepare(keep)`,
-        `commit(keep)` does not fail unless the model has to run again. Then everything
-        is rolled back first, and stays rolled back if that forward fails.
+        `commit(keep)` does not fail unless the model has to run again. In this case
+        everything is rolled back first, and stays so if the new forward fails.
         """
         if not self.open:
             self._refuse("commit")
@@ -271,7 +272,7 @@ class Speculation:
         """Restore every cache as it was at the start, and close. Never raises.
 
         After a commit and before any other write, this undoes the commit. A commit that
-        `reran` cannot be undone.
+        ran the model again cannot be undone.
         """
         for journal in self._leaves:
             journal.rollback()

@@ -4,7 +4,7 @@
     mlx_lm_format  the layouts of mlx-lm 0.32 and 0.31
     extension      further metadata: tokens, the drafter, a digest
     kinds          the cache classes of files; `field_checks` checks each
-    safetensors_*  the file itself
+    safetensors_*  reading and writing safetensors files
 
 The reader trusts no file. It checks sizes, offsets, dtypes and the relations between
 fields before it builds a cache. A file is loaded completely or refused.

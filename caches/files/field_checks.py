@@ -1,8 +1,8 @@
 """Checks of the fields of one cache against each other.
 
 Each function gets a cache whose numbers are not negative. It returns the number of rows
-in use, to which the caller can cut keys and values. It returns None if no mlx-lm cache
-can have such fields:
+in use, to which the caller can cut keys and values. It returns None if the fields break
+one of these conditions:
 
 | kind | conditions, with R rows in keys and values |
 |---|---|
@@ -31,7 +31,7 @@ MISFIT = -1  # instead of a number of rows
 
 
 def _is_float(array: Any, ndim: int) -> bool:
-    """Return whether `array` has floats and `ndim` axes, with rows on axis -2."""
+    """Return whether `array` is floats in `ndim` axes; only the last 2 may be empty."""
     fits = isinstance(array, mx.array) and array.ndim == ndim
     return fits and array.dtype in FLOATS and 0 not in array.shape[: ndim - 2]
 
@@ -46,7 +46,7 @@ def _rows(cache: Any) -> int:
 
 
 def _integers(array: Any) -> list[int]:
-    """Return the integers of an array [rows]; an empty list if it is unfit."""
+    """Return the integers of an array [rows]; an empty list if the array is unfit."""
     fits = isinstance(array, mx.array) and array.ndim == 1 and array.dtype in INTEGERS
     values: list[int] = array.tolist() if fits else []
     return values if max(map(abs, values), default=0) <= MAX_COUNT else []
@@ -75,7 +75,7 @@ def quantized(cache: Any) -> int | None:
 
 
 def _packed(parts: Any, group: int, bits: int) -> Any:
-    """Return the shape of packed rows, without their width; None: a misfit."""
+    """Return the shape of packed rows without its last axis; None: a misfit."""
     if not isinstance(parts, (list, tuple)) or len(parts) != 3:
         return None
     packed, scales, biases = parts

@@ -1,4 +1,4 @@
-"""Checks whether the content of a cache file fits the live caches it is loaded into."""
+"""Checks whether the caches of a file fit the live caches of a model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def check_like(
     """Refuse caches of a file that do not fit the live caches.
 
     Args:
-        saved: the caches of the file; None: it has none.
+        saved: the caches of the file; None: the file has none.
         like: the live caches; None: do not check.
         whose: the owner of the caches, for errors.
         cast: convert floating point arrays of the file to the dtypes of `like`.

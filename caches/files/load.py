@@ -3,8 +3,8 @@
     saved = load_caches("chat.safetensors", like=make_prompt_cache(model))
 
 The file's fields are checked against each other, against its tokens and against the
-given caches. Files of `save_caches` have a digest. Files of mlx-lm have none, so
-changed numbers inside keys or values are not noticed there.
+given caches. Files of `save_caches` have a digest. Files of mlx-lm have no digest, so
+changed numbers inside their keys or values are not noticed.
 """
 
 import os
@@ -60,13 +60,13 @@ def load_caches(
     Args:
         path: the file.
         like: live caches, such as those of `make_prompt_cache(model)`. The target's
-            caches in the file must have the same classes and settings, and the shapes
-            and dtypes of the arrays in `like`. None: no check.
+            caches in the file must have the same classes and settings, and arrays of
+            the same dtypes and shapes; numbers of rows may differ. None: no check.
         draft_like: likewise for the drafter. If mlx-lm saved the file, it has one list
             for both, which is cut after `len(like)`.
         cast: convert floats to the dtypes of the arrays in `like`, since the model may
-            now be loaded in another dtype. A cache without arrays in `like` changes
-            nothing.
+            now be loaded in another dtype. Where `like` has no array, nothing is
+            converted.
 
     Raises:
         CacheFileError: the file is missing, damaged, no cache file, of another version,
@@ -128,7 +128,7 @@ def _checked(
         said: the file's description; None: mlx-lm wrote the file.
         cut: without a description, the number of the target's caches; None: all.
         user: the user's metadata, with the description.
-        layout: the name of its layout.
+        layout: the name of the file's layout.
     """
     first, rows, seen, listed = cut, None, None, cut is not None
     if said is not None:

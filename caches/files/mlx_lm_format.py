@@ -1,16 +1,16 @@
-"""mlx-lm's prompt-cache files: writes the layout of 0.32, reads those of 0.32 and 0.31.
+"""Prompt-cache files of mlx-lm: writing the 0.32 layout, reading 0.32 and 0.31.
 
     0.32   tensors: every item of `state`; numbers and None are arrays too
            metadata: 0.KEY the user's value of KEY; 1.I the class name of cache I;
            2.0 the empty text; for the K-th tensor (from 1) that stands for a number,
            a text or None, 2.K.0 its name and 2.K.1 "scalar", "string" or "none"
     0.31   tensors: the arrays of `state`; metadata: 0.I... `meta_state` as texts,
-           1.KEY the user's, 2.I class names
+           1.KEY the user's value of KEY, 2.I class names
 
 The layouts have no place for tokens; `extension` puts them into the user's metadata. If
-the window of a `LayerCache` is not full, `state` lacks the window's size, which comes
-from the extension or from `like`. The 0.31 layout has no offsets: they are computed
-from the keys. A `ChunkedKVCache` past its first chunk is refused there, and an
+the window of a `LayerCache` is not full, `state` does not show the window's size, which
+then comes from the extension or from `like`. In the 0.31 layout, missing offsets are
+computed from the keys, a `ChunkedKVCache` past its first chunk is refused, and an
 `ArraysCache` is loaded without lengths and left_padding.
 """
 
@@ -248,7 +248,7 @@ def _complete_layer(fields: dict[str, Any], place: str, size: int) -> None:
 
 
 def _cache31(name: Any, state: Any, info: Any, place: str) -> Any:
-    """Return the unchecked cache of the arrays of a `state` and its `meta_state`."""
+    """Return the unchecked cache with the arrays of `state` and numbers of `info`."""
     need(isinstance(state, list), f"cache {place} has no list of arrays")
     if name == CacheList.__name__:
         _need_depth(place)

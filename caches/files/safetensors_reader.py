@@ -31,7 +31,7 @@ DIGEST = "0.mlx_speculation.digest"  # the key of the digest in the metadata
 MAX_HEADER = 2**24
 MAX_DIM = 2**31 - 1
 MAX_DIMS = 8
-MAX_EMPTY = 2**31 - 1  # product of the other dimensions of an empty tensor
+MAX_EMPTY = 2**31 - 1  # limit of the product of an empty tensor's nonzero dimensions
 
 DTYPES = {
     "BOOL": mx.bool_,
@@ -54,14 +54,14 @@ class FlawError(Exception):
 
 
 def need(truth: bool, flaw: str) -> None:
-    """Raise `flaw` unless `truth` holds."""
+    """Raise a `FlawError` with the text `flaw`, unless `truth` holds."""
     if not truth:
         raise FlawError(flaw)
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One entry of a header; its data are the bytes [start, stop) after it."""
+    """One entry of a header; its data are the bytes [start, stop) after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -77,9 +77,9 @@ class Header:
     metadata: dict[str, str]
 
     def digest(self, key: bytes | None = None) -> Any:
-        """Return a SHA-256 object that has read the header, without its digest.
+        """Return a SHA-256 object updated with the header, except its digest entry.
 
-        With a key it is an HMAC, which cannot be forged without the key.
+        With a key the object is an HMAC, which cannot be forged without the key.
         """
         metadata = {k: v for k, v in self.metadata.items() if k != DIGEST}
         tensors = {

@@ -108,7 +108,7 @@ def _bytes(array: mx.array) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the rename to the disk. Errors of file systems that cannot are ignored."""
+    """Sync the rename to the disk; ignore errors of file systems that cannot do so."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:

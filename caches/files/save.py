@@ -4,10 +4,10 @@
     saved = load_caches("chat.safetensors")        # saved.caches, saved.tokens, ...
 
 The file has mlx-lm's layout: one list with the caches of the target and the drafter.
-Its metadata holds the tokens of the caches. Before it writes the file, saving makes the
-same checks as loading. The file is written completely or not at all.
+Its metadata holds the tokens of the caches. Before the file is written, the same checks
+are made as in loading. The file is written completely or not at all.
 
-Saving reads every array on the host and computes its SHA-256.
+Saving reads every array on the host and computes the file's SHA-256.
 """
 
 import os

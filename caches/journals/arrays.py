@@ -40,7 +40,7 @@ class RecordedCall(Protocol):
         ...
 
     def replay(self, cache: Any, keep: int) -> None:
-        """Run the mixer over its first `keep` inputs, reading and writing `cache`."""
+        """Run the mixer over the first `keep` positions; read and write `cache`."""
         ...
 
 
@@ -111,7 +111,7 @@ class RecordingArraysCache(ArraysCache):
 
 
 def chosen(states: dict[int, ArraysCache], keep: Sequence[int]) -> Any:
-    """Return a state whose every row comes from `states[keep[row]]`.
+    """Return a state in which each row comes from `states[keep[row]]`.
 
     A slot that a state has not filled counts as zeros, as in mlx-lm's merge of rows.
     """
@@ -148,7 +148,7 @@ class ArraysJournal:
         whole: whether all positions or none will be kept; then nothing is recorded.
 
     Attributes:
-        presented: a copy of the cache; the copy records the mixers' inputs.
+        presented: a copy of the cache; records the mixers' inputs, unless `whole`.
     """
 
     live = False

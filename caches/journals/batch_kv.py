@@ -1,15 +1,16 @@
 """Journal of `BatchKVCache`, where all rows end at one column, `_idx`.
 
-    opened at _idx 5, the model writes 3 rows       [0, 8) of every sequence
+    opened at _idx 5, the model writes 3 positions  columns [0, 8) of every row
     commit(1) or commit([1, 1])                     _idx 6, nothing is copied
-    commit([3, 1])                                  _idx 8: sequence 1 moves right by 2
-                                                    and gets 2 more of left padding
+    commit([3, 1])                                  _idx 8: row 1 moves right by 2 and
+                                                    gets 2 more columns of left padding
     rollback()                                      _idx 5, nothing is copied
 
-In a ragged commit, rows that keep fewer positions move right. This copies the buffers
-once, as mlx-lm's `finalize` does; full acceptance costs nothing. The commit also drops
-left padding that all rows share, so the buffer stays as wide as the longest row. To do
-so, the host reads `left_padding`: a few numbers that the round's forward has computed.
+If rows keep different numbers of positions, the rows that keep fewer move right. This
+copies the buffers once, as mlx-lm's `finalize` does; full acceptance costs nothing. The
+commit also drops left padding that all rows share, so the buffer stays as wide as the
+longest row. For this the host reads `left_padding`: a few numbers, which the round's
+forward has already computed.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def shared_padding(padding: mx.array, keep: Sequence[int]) -> int:
-    """Return how many positions of left padding all rows have after a commit.
+    """Return how many positions of left padding all rows share after a commit.
 
     Args:
         padding: the left padding [rows] before the round.
@@ -41,8 +42,8 @@ def shared_padding(padding: mx.array, keep: Sequence[int]) -> int:
 def moved(x: mx.array, right: mx.array, width: int) -> mx.array:
     """Return `width` positions of `x`, with each row moved right.
 
-    Positions to the left of a row's first position repeat that position, so no rejected
-    position comes in. Positions moved out at either end are lost.
+    The columns to the left of a moved row repeat the row's first position, so no
+    rejected position comes in. Positions moved out at either end are lost.
 
     Args:
         x: keys or values [batch, heads, positions, dim].
@@ -65,7 +66,7 @@ def check_no_right_padding(cache: Any, pending: mx.array | None) -> None:
 
 
 class BatchKVJournal(LiveJournal):
-    """Journal of one `BatchKVCache`; the live cache itself is what the model sees."""
+    """Journal of one `BatchKVCache`; the model sees the live cache itself."""
 
     def __init__(self, cache: BatchKVCache, whole: bool = False) -> None:
         self.presented: Any = cache
@@ -92,7 +93,7 @@ class BatchKVJournal(LiveJournal):
             check_no_right_padding(self._cache, self._cache._right_padding)
 
     def commit(self, keep: Keep) -> None:
-        """Move the end to the longest kept row, and every other row to that end."""
+        """Set the end to where the longest kept row ends; move the other rows there."""
         if not self.written:
             return
         if isinstance(keep, int):
@@ -113,7 +114,7 @@ class BatchKVJournal(LiveJournal):
         cache._idx = self._start + longest - spare
         cache.offset = self._offset + kept
         cache.left_padding = self._padding + right
-        # If no mask used `left_padding` and `offset`, they would never be evaluated.
+        # Evaluate `left_padding` and `offset` too, even if no mask uses them.
         cache.keys = mx.depends(cache.keys, (cache.left_padding, cache.offset))
 
     def rollback(self) -> None:

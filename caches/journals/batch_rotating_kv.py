@@ -2,16 +2,16 @@
 
 `caches.journals.ring` undoes whole writes. To commit a part of a round, this journal
 undoes all writes and then appends to each row the positions that the row keeps. An
-example: the window is 6, the rows have 9 and 3 positions, and a round writes three more
-to each:
+example: the window is 6, the rows have positions 1 .. 9 and 1 .. 3, and a round writes
+three more to each:
 
     commit([1, 3])      row 0 holds 5 .. 10, row 1 holds 1 .. 6     _idx 6, padding 0, 0
     commit([0, 1])      row 0 holds 4 .. 9,  row 1 holds 1 .. 4     _idx 6, padding 0, 2
 
-So a row that keeps nothing has its old window again. After such a commit the buffer has
-at most as many columns as the window, so padding does not grow. Before the window is
-full, padding that all rows share is dropped, as in `caches.journals.batch_kv`. A commit
-of a part costs one copy of the window. A commit of all positions costs nothing.
+So a row that keeps nothing has its old window again. After a commit of a part the
+buffer has at most as many columns as the window, so padding does not grow. Before the
+window is full, padding that all rows share is dropped, as in `journals.batch_kv`. A
+commit of a part costs one copy of the window. A commit of all positions costs nothing.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def _ordered(cache: Any) -> tuple[mx.array, mx.array]:
 
 
 class PresentedBatchRing(ListenedTo["BatchRotatingJournal"], BatchRotatingKVCache):
-    """The live batch ring, which calls its journal on every write."""
+    """View of the live batch ring; calls its journal at every write."""
 
     __slots__ = ()
 

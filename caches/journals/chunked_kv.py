@@ -2,7 +2,7 @@
 
 The buffer holds the rows [start_position, offset), and a prefix is kept by moving the
 offset, as in a `KVCache`. Before each forward the model calls `maybe_trim_front`,
-which drops the rows that the chunk has outgrown:
+which drops the oldest rows until one chunk of rows is left:
 
     chunk of 4, opened at rows [3, 7)
     first forward: nothing to drop, 3 rows      rows [3, 10)
@@ -25,7 +25,7 @@ from mlx_speculation.caches.journals.live import ListenedTo, listened_to_by
 
 
 class PresentedChunk(ListenedTo["ChunkedJournal"], ChunkedKVCache):
-    """The live cache, which calls its journal before it drops rows."""
+    """View of the live cache; calls its journal before rows are dropped."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ class ChunkedJournal(KVJournal):
             self._trims.append(dict(vars(cache)))
 
     def commit(self, keep: int) -> None:
-        """Undo the trims past the kept rows, then move the offset to their end."""
+        """Undo the trims after the kept rows; move the offset to the kept rows' end."""
         if self.written:
             self._undo_trims(self._start + keep)
             super().commit(keep)

@@ -31,7 +31,7 @@ class ConcatenateJournal(KVJournal):
         self._before = (cache.keys, cache.values)
 
     def commit(self, keep: int) -> None:
-        """Slice the kept rows; nothing changes if the model wrote none."""
+        """Cut off the rows after the kept ones, if the model wrote any."""
         if self.written > keep:
             cache = self._cache
             cache.offset = self._start + keep

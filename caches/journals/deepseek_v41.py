@@ -1,8 +1,9 @@
 """Journal of DeepSeek V4.1's `LayerCache`: a window, compressed groups, an open group.
 
-Every write makes new arrays. So the journal only keeps references to the state before a
-write, until the end of the round, and copies nothing. After a prefix of a write the
-layer holds:
+The layer's compressor turns each group of `ratio` rows into one; the rows of a group
+that is not full are pending. Every write makes new arrays. So the journal keeps only
+references to the state before a write, until the end of the round. After a prefix of a
+write the layer holds:
 
     field                       after the prefix
     window                      the old window and the first rows of the write

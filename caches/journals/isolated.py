@@ -14,8 +14,8 @@ The twin's first write copies the whole buffer, since A then has two owners. A a
 both stay in memory as long as the speculation object. An ordinary speculation copies
 nothing of a KV cache.
 
-Journals keep the overwritten rows of a ring per cache object, so a twin has rows of its
-own.
+The journals of rings save overwritten rows for each cache object, so a twin has saved
+rows of its own.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class IsolatedJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of requests, each of which may keep another number; see `Journal`."""
+        """Number of rows that can keep different counts; see `Journal`."""
         return self._inner.rows
 
     def prepare(self, keep: Keep) -> None:
@@ -51,7 +51,7 @@ class IsolatedJournal:
         self._inner.prepare(keep)
 
     def commit(self, keep: Keep) -> None:
-        """Commit on the twin, then give the live cache its attributes in one step."""
+        """Commit on the twin; give its attributes to the live cache in one step."""
         self._inner.commit(keep)
         self._cache.__dict__ = dict(vars(self._twin))
 
@@ -61,7 +61,7 @@ class IsolatedJournal:
 
 
 def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
-    """Return a journal of `cache` that writes to a twin.
+    """Return a journal of `cache` with which the model writes to a twin.
 
     Raises:
         UnsupportedCacheError: an attribute of the cache cannot be copied.

@@ -5,9 +5,10 @@
     rollback()                                      rows [0, 5), offset 5
 
 Rows at and past the offset are never read, and later writes overwrite them, so nothing
-is copied. The journal holds no reference to a buffer: a second one would make the next
-write copy all of it. A quantized cache has three buffers each for keys and values
-(packed numbers, scales, biases), with rows on the same axis, each quantized alone.
+is copied. The journal holds no array over a buffer: a second array would make the next
+write copy the whole buffer. A quantized cache has three buffers for keys and three for
+values (packed numbers, scales, biases). All have rows on the same axis, and each row is
+quantized alone.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ from mlx_speculation.caches.types.padded_kv import KeySteps, in_steps
 class KVJournal(LiveJournal):
     """Journal of one cache whose length is its offset.
 
-    The model sees the live cache itself; with `steps`, a view of a `KVCache` that is
-    padded to whole steps of rows; with `shape`, a fixed view. `whole` has no effect.
+    The model sees the live cache itself. With `steps` it sees a padded view, if the
+    cache is a `KVCache`; with `shape`, a fixed view. `whole` has no effect.
 
     Attributes:
         presented: the live cache, or a view of it.
@@ -77,7 +78,7 @@ class KVJournal(LiveJournal):
 
 
 class KVJournals:
-    """All journals of a model with no other caches than `KVCache`, made when needed.
+    """The journals of a model that has only `KVCache`s, made when they are needed.
 
     If all layers wrote the same number of rows, moving the offsets keeps a prefix
     without any journal. Making a journal for every layer would slow down a small
@@ -126,9 +127,9 @@ class KVJournals:
 
 
 def even_out(cache: Any) -> None:
-    """Cut all buffers to the shortest; rows are on the last axis but one.
+    """Cut all buffers to the rows of the shortest one; rows are on axis -2.
 
-    Buffers grow one after the other, so they differ only after an interruption.
+    Buffers grow one after the other, so an interruption can leave unequal lengths.
     """
     buffers: Any = tree_flatten((cache.keys, cache.values))
     lengths = {buffer.shape[-2] for _, buffer in buffers}

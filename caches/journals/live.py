@@ -1,8 +1,9 @@
-"""Base classes of journals whose model writes to the live cache.
+"""Base classes of journals that let the model write to the live cache.
 
-The model gets the live cache or a view of it. A view is an object of a subclass, with
-the live cache's `__dict__`: every attribute that the model reads or sets is the live
-cache's. The view's own data are in slots, outside of that dict.
+The live cache is the cache that the journal was opened on. The model gets the live
+cache or a view of it. A view is an object of a subclass, with the live cache's
+`__dict__`: every attribute that the model reads or sets is the live cache's. The view's
+own data are in slots, outside of that dict.
 """
 
 import weakref
@@ -24,7 +25,7 @@ class LiveJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that may keep unequal counts: one."""
+        """Number of rows that can keep different counts: one."""
         return 1
 
     def prepare(self, keep: Any) -> None:
@@ -32,7 +33,7 @@ class LiveJournal:
 
 
 class ListenedTo(Generic[JournalT]):
-    """The first base of a presented class that calls its journal on every write."""
+    """The first base of a class of views that call their journal."""
 
     __slots__ = ("_journal",)
     _journal: "weakref.ref[JournalT]"  # weak, since a strong one would be a cycle

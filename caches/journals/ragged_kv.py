@@ -1,4 +1,4 @@
-"""Journal of ragged batches, plain and quantized: row lengths keep a prefix.
+"""Journal of ragged batches, plain and quantized: setting the lengths keeps a prefix.
 
 Nothing is copied; positions past a row's length are overwritten later.
 """
@@ -11,7 +11,7 @@ from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 
 
 class RaggedJournal(LiveJournal):
-    """Journal of one ragged cache; the live cache itself is what the model sees."""
+    """Journal of one ragged cache; the model sees the live cache itself."""
 
     def __init__(self, cache: RaggedKVCache, whole: bool = False) -> None:
         self.presented = self._cache = cache

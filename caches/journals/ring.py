@@ -1,17 +1,17 @@
-"""Base of the journals of rings: it records each write, and can undo the last one.
+"""Base of the journals of rings: records each write, and can undo the last one.
 
-The kind of write decides how it is undone. W is `max_size`, and `count` the number of
-positions that were ever written:
+A ring is a `RotatingKVCache` or `BatchRotatingKVCache`. The kind of write decides how
+it is undone. W is `max_size`, and `count` the number of positions ever written:
 
     a write of                  what mlx-lm does                      undone by
-    2 positions or more         new arrays: W-1 oldest kept + new     the old arrays
+    2 positions or more         new arrays: the last W-1 + the new    the old arrays
     1, no slot is left          new arrays: more slots, up to W       the old arrays
     1, count < W                an unused slot is filled              the indices
-    1, more than W held         new arrays: cut to W, then a slot     the old arrays
+    1, more than W held         new arrays: W slots, one overwritten  the old arrays
     1, W held                   the oldest position is overwritten    the saved one
 
 A position has to be copied before a write overwrites it. A lazy slice of it would make
-the write copy the whole window. So positions are saved ahead in blocks of `SAVED_ROWS`.
+the write copy the whole window. So positions are saved ahead, `SAVED_ROWS` at a time.
 This costs one copy of the window in `SAVED_ROWS` writes.
 """
 
@@ -47,7 +47,7 @@ class SavedSlots:
         return self.slots[..., index : index + 1, :]
 
     def holds(self, cache: Any, slot: int, count: int) -> bool:
-        """Return whether the position in `slot` after `count` positions is saved."""
+        """Return whether the content of `slot` after `count` positions is saved."""
         index = slot - self.first_slot
         return (
             self.keys() is cache.keys
@@ -70,17 +70,17 @@ class Write:
     fields: dict[str, Any]  # the ring's other fields before the write
     # The cache's keys and values before the write, if the write makes new arrays.
     arrays: tuple[mx.array | None, mx.array | None] | None
-    # The slot that the write overwrites, and the block that has its old position.
+    # The slot that the write overwrites, and the saved slots with its old content.
     overwritten: tuple[int, SavedSlots] | None
 
 
 class RingJournal(LiveJournal):
-    """Record of the writes to one ring, of one sequence or of a batch.
+    """Record of the writes to one ring, which holds one sequence or a batch.
 
     Args:
         cache: the live ring.
         whole: whether all positions or none will be kept.
-        presented: the class that the model gets, a `ListenedTo`.
+        presented: the class of the view that the model gets, a `ListenedTo`.
 
     Attributes:
         names: the fields that a write replaces, besides the arrays; the first counts
@@ -146,7 +146,7 @@ class RingJournal(LiveJournal):
         return None
 
     def _slot_about_to_go(self) -> tuple[int, SavedSlots]:
-        """Return the slot that the next single write overwrites; save its content."""
+        """Return the slot that the next single write overwrites, and its saved copy."""
         cache, count = self._cache, self.count
         first = getattr(cache, "keep", 0)  # earlier slots are never overwritten
         slot = first if cache._idx == cache.max_size else cache._idx

@@ -1,13 +1,13 @@
 """Journal of `RotatingKVCache`, before and after the window has wrapped.
 
 In a round, each row of a write has to see the same rows as if it were written alone.
-mlx-lm's mask breaks this in two cases. In these a round gets another mask:
+mlx-lm's mask breaks this in two cases, in which a round gets another mask:
 
 - The model asks for a window larger than `max_size` (plamo3 asks for one row more). A
   row written alone sees only the last `max_size` rows. Rows written together would see
   more.
 - `keep` is above 0. A row written alone sees the first `keep` rows and the newest of
-  the rest. In a write of several rows, only the first would see the first `keep` rows.
+  the rest. In a write of several rows, only the first one would see all `keep` rows.
 
 A prompt is kept whole, and gets mlx-lm's mask.
 
@@ -47,7 +47,7 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:
-        """Return mlx-lm's mask; in a round, the mask of rows written alone."""
+        """Return mlx-lm's mask; in a round, rows see the same as if written alone."""
         if self.journal.whole:
             return super().make_mask(N, window_size, return_array)
         if window_size is not None:
@@ -82,7 +82,7 @@ class RotatingJournal(RingJournal):
         super().__init__(cache, whole, PresentedRing)
 
     def commit(self, keep: int) -> None:
-        """Undo whole writes from the end, then slice the tail of the last one."""
+        """Undo whole writes from the end, then cut the tail off the last one left."""
         excess = self.written - keep
         while excess > 0 and excess >= self._writes[-1].width:
             excess -= self._writes[-1].width

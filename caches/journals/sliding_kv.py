@@ -4,11 +4,11 @@
     commit(1)                                       offset 8
     rollback()                                      offset 7
 
-If the buffers lack room, a write moves the window, all rows of the open round and the
-whole window before the round into new buffers. So any prefix can still be kept, and a
-rollback puts the old buffers back. The journal holds the cache's own array objects. A
-second reference to a Python object does not make a write copy the buffer. After a move,
-the old buffers live as long as the journal.
+If the buffers lack room, a write moves into new buffers all rows of the open round and
+the whole window before the round. So any prefix can still be kept, and a rollback puts
+the old buffers back. The journal refers to the cache's array objects themselves: such a
+reference does not make a write copy the buffer. After a move, the old buffers live as
+long as the journal.
 """
 
 from typing import Any
@@ -70,7 +70,7 @@ class PresentedSliding(SlidingKVCache):
         return ends is not None and ends.get(self.max_size) == self.offset
 
     def _takes_steps(self, n: int) -> bool:
-        """Return whether no row has left the window, and whole steps have room."""
+        """Return whether the window is padded: no row has left it, and it has room."""
         return (
             self.keys is not None
             and asks_cudnn(self.keys.dtype)

@@ -4,8 +4,8 @@
     radix_tree       the compressed tree of token runs and of their cache contents
     roles            the target, draft model and heads whose contents are kept
     restore_points   the snapshots of running requests
-    bounded_tree     the tree, evicting nodes within its byte `budget`
-    persistence      moves nodes to and from files: `segment`, `segment_folder`
+    bounded_tree     the tree, kept within a byte limit by evicting nodes: `budget`
+    persistence      writes nodes to files and reads them: `segment`, `segment_folder`
 
 The package knows tokens and snapshots, but no models, streams or text.
 """

@@ -32,7 +32,7 @@ class BoundedTree(PrefixTree):
         self._clock = itertools.count(1)
 
     def claim(self, tokens: Tokens) -> Claim:
-        """Return the claim of a request, and mark the nodes of its text as used now."""
+        """Return a request's `Claim`, and mark the nodes of its text as used now."""
         claim = self._budget.claim(len(tokens), next(self._clock))
         self._touch(self.path(tokens)[0], claim.now)
         return claim
@@ -58,10 +58,10 @@ class BoundedTree(PrefixTree):
     def fill(
         self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
     ) -> bool:
-        """Add rows of a file to a node; to the last node (`end`), restore points too.
+        """Add rows of a file to a node; if it is the last (`end`), add restore points.
 
         Returns:
-            False if the target's rows, or the restore point that it needs, do not fit.
+            False if the target's rows or restore point do not fit.
         """
         for which, (rows, point) in kept.items():
             part = self._roles[which].part(rows, node.start, node.stop)
@@ -121,7 +121,7 @@ class BoundedTree(PrefixTree):
         """Add the rows in `kept` to the nodes along `tokens`; return the last node.
 
         To make room, nodes that cost less than the claim are evicted, then restore
-        points in `taken` after `tokens` are dropped. None: the room does not suffice.
+        points in `taken` after `tokens` are dropped. None: there still is no room.
         """
         nodes = self.reach(tokens)
         known = nodes[-1]

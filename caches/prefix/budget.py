@@ -3,8 +3,8 @@
 Eviction follows GreedyDual (Young 1994). The node that costs least to read again, in
 tokens, is evicted first. With each eviction, unused nodes get cheaper relative to used
 ones. A request evicts only nodes that cost less than the request itself. Many small
-requests between two turns of a long text would evict the text in the end. So against a
-small request the cost of a text is multiplied by the number of its uses.
+requests between two turns of a long text would in the end evict the text. So against a
+small request the cost of a text is multiplied by the number of its uses, at most 4.
 """
 
 import math
@@ -34,7 +34,7 @@ class Budget:
         stored: bytes in the tree.
         running: restore points of running streams.
         evictions: number of evictions.
-        level: the highest cost of an evicted node, which is added to new costs.
+        level: the highest cost of a node evicted so far; it is added to later costs.
     """
 
     def __init__(self, max_bytes: int | None) -> None:
@@ -80,10 +80,11 @@ class Budget:
 
 
 def _cost(node: Node, claim: Claim) -> int | None:
-    """Return how many tokens would be read again without a node; None: it stays.
+    """Return how many tokens would be read again without a node; None: the node stays.
 
-    For a leaf, these are all tokens of the text that ends there. An inner node with one
-    child loses only its restore points. The cost is the tokens since the previous ones.
+    For a leaf, these are all tokens of the text that ends there, times its uses if the
+    request is small. An inner node with one child loses only its restore points: its
+    cost is the number of tokens since the restore points before.
     """
     if not node.resident:
         return None

@@ -1,9 +1,9 @@
 """Writing the nodes of a prefix cache's tree to its folder, and reading them.
 
 After a request has stored nodes, a separate thread writes them, parents first; the
-arrays of a node are evaluated and never change. Segments of other and of earlier
-processes become bare nodes: the tree has their tokens, and their rows are read when a
-request can use the rows.
+arrays of a node are evaluated and never change. Segments (files) of other and of
+earlier processes become bare nodes: the tree has the tokens of such a node, and its
+rows are read when a request can use them.
 """
 
 import logging
@@ -31,8 +31,8 @@ class Persistence:
     """The segments of one tree.
 
     Args:
-        folder: the folder of their files.
-        tree: the tree of their nodes.
+        folder: the folder with the files of the segments.
+        tree: the tree.
         roles: the roles of the tree.
         lock: the lock that the writer thread holds whenever it reads the tree.
     """
@@ -49,7 +49,7 @@ class Persistence:
         self._writer: threading.Thread | None = None
         self._again = self._failed = False
         self._since = 0.0  # the latest use among the nodes that the writer has seen
-        self._noted: dict[str, float] = {}  # the recorded time of use of each file
+        self._noted: dict[str, float] = {}  # by file name, the time of use set last
         folder.serve(roles[0].mark)
         # By the hash of all tokens up to a node: the node, and the digest so far.
         start = folder.digest([])
@@ -120,11 +120,11 @@ class Persistence:
         return list(result.values())
 
     def _marks(self, node: Node) -> frozenset[str]:
-        """Return the marks of the roles whose rows are in the node's file."""
+        """Return the marks (see `roles`) of the roles with rows in the node's file."""
         return frozenset() if node.file is None else node.file.roles
 
     def _ends(self, node: Node) -> frozenset[str]:
-        """Return the marks of the roles with a restore point at the node's end."""
+        """Return the marks of the roles with a restore point at the end of the file."""
         file = node.file
         whole = file is not None and file.stop == node.stop
         return file.points if file is not None and whole else frozenset()
@@ -180,7 +180,7 @@ class Persistence:
             self._failed = True
 
     def _pending(self) -> Iterator[Node]:
-        """Yield the nodes to check, parents first; update the use times of files."""
+        """Yield nodes that may be unsaved, parents first; set files' times of use."""
         names = self._folder.names()
         with self._lock:
             nodes = sorted(self._tree.nodes(), key=lambda node: node.stop)
@@ -235,7 +235,7 @@ class Persistence:
         return not (rows <= self._marks(node) and points <= self._ends(node))
 
     def _saved(self, node: Node, segment: Segment) -> None:
-        """Record a node's file, also for ancestors whose tokens are in the file."""
+        """Record the file of a node, and of ancestors whose tokens are in the file."""
         node.written |= segment.written
         node.file = segment
         while node.parent is not None and node.start > segment.start:

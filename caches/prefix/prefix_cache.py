@@ -129,7 +129,7 @@ class PrefixCache:
             owners: the models, compared by identity.
             caches: new empty caches of each.
             shape: shape of the first model's forwards in exact mode; None: the model is
-                not in exact mode. Models in exact mode cannot use its rows.
+                not in exact mode. Rows computed in one shape cannot be used in another.
 
         Raises:
             InvalidRequestError: the prefix cache is bound to other models or to another
@@ -147,8 +147,7 @@ class PrefixCache:
         Args:
             owner: the head, compared by identity.
             caches: new empty caches of the head.
-            lag: tokens by which rows are late: row m of the head is computed from the
-                tokens [0, m + lag].
+            lag: row m of the head is computed from the tokens [0, m + lag].
         """
         with self._lock:
             return self._roles.bind_head(owner, caches, lag)
@@ -165,7 +164,7 @@ class PrefixCache:
             return points
 
     def hidden(self, tokens: Tokens) -> mx.array | None:
-        """Return the hidden states in the restore point after `tokens`; None: none."""
+        """Return the hidden states in the restore point after `tokens`, or None."""
         with self._alone():
             nodes, matched = self._tree.path(tokens)
             exact = matched == len(tokens) == nodes[-1].stop
@@ -175,28 +174,29 @@ class PrefixCache:
     def take(self, points: RunningPoints, point: Point) -> None:
         """Add a restore point to those of a stream.
 
-        To make room, cheaper nodes are evicted, then points of this stream are dropped.
+        To make room, nodes that cost less than the request (see `Budget`) are evicted,
+        then points of this stream are dropped.
         """
         with self._alone():
             self._tree.add_point(points, point)
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return answers inside which `tokens` diverge; see `PrefixTree.answers`."""
+        """Return the answers in which `tokens` leave the tree; see `PrefixTree`."""
         with self._alone():
             if self._disk is not None:
                 self._disk.link()
             return self._tree.answers(tokens)
 
     def border(self, tokens: Tokens) -> int:
-        """Return the length of the prefix of `tokens` in the tree, with rows or not."""
+        """Return how many of `tokens` are in the tree, with or without rows."""
         with self._alone():
             return self._tree.path(tokens)[1]
 
     def fetch(self, tokens: Tokens) -> int:
-        """Read the rows that a request can use from the folder into memory.
+        """Read from the folder into memory the rows that a request can use.
 
         Returns:
-            The number of tokens that the target could reuse from memory before.
+            The number of tokens that the target could reuse from memory before this.
         """
         with self._alone() as again:
             disk = None if again else self._disk
@@ -228,12 +228,12 @@ class PrefixCache:
         return ()
 
     def lookup(self, which: int, tokens: Tokens, back: int = 0) -> Snapshot | None:
-        """Return a snapshot for the longest reusable prefix of `tokens`; None: none.
+        """Return a snapshot for the longest reusable prefix of `tokens`, or None.
 
         Args:
             which: the index of the role.
             tokens: the text, from its first token on.
-            back: a role without states is resumed `back` tokens before the known end.
+            back: a role without states is resumed `back` tokens before the prefix ends.
         """
         with self._alone():
             return self._tree.lookup(which, tokens, back)
@@ -261,7 +261,7 @@ class PrefixCache:
     def _alone(self) -> Iterator[bool]:
         """Lock the tree; yield whether this thread is already changing the tree.
 
-        A change is under way if the garbage collector ends a stream during one.
+        This happens if the garbage collector ends a stream during a change.
         """
         with self._lock:
             again, self._changing = self._changing, True

@@ -2,21 +2,22 @@
 
     A [0, 40)   target: rows, state at 40     draft: rows     head: rows [0, 38)
     ├── B [40, 90)   target: rows             draft: rows     head: rows [38, 88)
-    │   ├── C [90, 120)   ...                 requests parted at 90
+    │   ├── C [90, 120)   ...                 requests diverged at 90
     │   └── D [90, 97)    ...
     └── E [40, 64)   target: rows, state at 64
 
 For each role (the target, a draft model, heads) a node holds the rows of the tokens on
-the edge above it, and perhaps the states at its end. Row m of a role with lag L is
-computed from the tokens [0, m + L], so for the edge [a, b) a node holds the rows
-[a - L, b - L). If a node lacks a role's rows, that role can use only the nodes above.
-A node without the target's rows in memory is bare, and so are all nodes below it.
+the edge above it, and perhaps the states at the end of the edge. Row m of a role with
+lag L is computed from the tokens [0, m + L], so for the edge [a, b) a node holds the
+rows [a - L, b - L). If a node lacks a role's rows, that role can use only the nodes
+above it. A node without the target's rows in memory is bare. All nodes below a bare
+node are bare too.
 
-A role whose caches have only rows is resumed at any token. A role with states is
-resumed only at the end of a node that holds them, a restore point.
+A role whose caches have only rows can be resumed at any token. A role with states can
+be resumed only at a restore point: the end of a node that holds its states.
 
 No two nodes share an array, so the tree's bytes are the sum of its nodes' bytes. In
-return, an edge is copied when it is stored, and again when requests part inside it.
+return, an edge is copied when it is stored, and again when requests diverge inside it.
 """
 
 import math
@@ -138,8 +139,8 @@ class PrefixTree:
         """Return the target's answers, if `tokens` leave the tree inside an answer.
 
         Returns:
-            The number of tokens before that answer; and all answers that begin there,
-            with their stored prefixes, the longest first. If `tokens` leave the tree
+            The number of tokens before that answer; and all answers that begin there
+            and their stored prefixes, the longest first. If `tokens` leave the tree
             elsewhere or not at all: 0 and no answers.
         """
         nodes, matched = self.path(tokens)
@@ -182,7 +183,7 @@ class PrefixTree:
     ) -> tuple[Snapshot | None, list[Node]]:
         """Return a role's snapshot for `tokens`, and its nodes; None: nothing usable.
 
-        If the role has no states, the snapshot ends `back` tokens before the known end.
+        If the role has no states, the snapshot lacks the last `back` usable tokens.
         """
         role = self._roles[which]
         nodes, matched = self.usable(which, tokens)
@@ -221,7 +222,7 @@ class PrefixTree:
         return middle
 
     def remove(self, node: Node, before: float) -> int:
-        """Evict a leaf and prune above, or drop a node's points; return freed bytes."""
+        """Evict a leaf, or drop an inner node's points; return the bytes freed."""
         if not node.ways:
             return node.rows.pop(0).nbytes + self.prune(node, before)
         freed = sum(point.nbytes for point in node.points.values())

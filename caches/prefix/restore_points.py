@@ -1,7 +1,7 @@
 """The restore points of a running stream, and the caches stored at the stream's end.
 
-The points belong to the stream. They count in the budget of the prefix cache, which
-will store them.
+The points belong to the stream. They count in the budget of the prefix cache that will
+store them. A role is the target, a draft model or a head.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from mlx_speculation.caches.snapshots.snapshot import Snapshot
 
 
 class Point(NamedTuple):
-    """States of a role's layers after `stop` tokens, from which to resume the role."""
+    """States of a role's layers after `stop` tokens, to resume the role from."""
 
     stop: int  # the number of tokens
     states: Snapshot  # of the role's layers, after these tokens
@@ -33,12 +33,12 @@ class Left(NamedTuple):
     # The index of the role: the model's place in the list passed to `PrefixCache.bind`,
     # or the result of `PrefixCache.bind_head`
     which: int
-    caches: Sequence[Any]  # its live caches
+    caches: Sequence[Any]  # the role's live caches
     stop: int  # the role's rows are computed from the first `stop` tokens
-    # Restore points taken on the way. The prefix cache stores them; without room, it
-    # drops the last ones first.
+    # Restore points taken during the request. The prefix cache stores them; without
+    # room, it drops the last ones first.
     points: list[Point]
-    hidden: mx.array | None = None  # the target's last states, if a head reads them
+    hidden: mx.array | None = None  # as in `Point`, for the first `stop` tokens
 
 
 class RunningPoints:
@@ -59,8 +59,9 @@ class RunningPoints:
     def thin_out(self) -> None:
         """Drop the point that leaves the smallest gap, but not the first or the newest.
 
-        The first point needs the fewest KV rows stored: those before it. The newest is
-        nearest to the end of the text. With fewer than three points, the newest goes.
+        To resume at the first point, the fewest KV rows have to be stored. The newest
+        is nearest to the end of the text. With fewer than three points, the newest is
+        dropped.
         """
         places = [point.stop for point in self.taken]
         around = zip(places, places[2:], strict=False)

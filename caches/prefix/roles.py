@@ -81,7 +81,7 @@ class Roles(list[Role]):
         caches: Sequence[Sequence[Any]],
         shape: FixedShape | None,
     ) -> bool:
-        """Bind to these models; False: already bound. See `PrefixCache.bind`."""
+        """Bind to these models; return False if already bound. See `PrefixCache`."""
         for each in caches:
             check_single(each)
         new_roles = [

@@ -1,10 +1,10 @@
-"""A segment of the tree as arrays and plain values, and back.
+"""Conversion of a segment of the tree to arrays and plain values, and back.
 
     arrays    `0.rows.3.1`     role 0, leaf 3: the second of its arrays of rows
               `0.states.5`     role 0: the sixth array of its states
               `0.hidden`       the target's states that a head reads again
-    plan      by the mark of each role: its index, the number of arrays of each leaf,
-              and the fields of its states, where `{"array": 5}` stands for an array
+    plan      by the mark of each role: the role's index, the number of arrays of each
+              leaf, the fields of its states; `{"array": 5}` stands for `0.states.5`
 
 A file is checked against the folder's key, so the plan is as it was written. If the
 plan still does not fit the caches of this process, decoding raises `FlawError`.

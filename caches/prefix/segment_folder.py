@@ -4,11 +4,11 @@
     MODEL-SEGMENT.safetensors  two HMACs: of the model; and of the model, all tokens
                                before the segment, and the segment's own tokens
 
-Each file is written under a temporary name and then renamed, so under final names a
-killed process leaves only whole files. Names, seals of headers and digests use the key:
-a file that is damaged, swapped, cut or from another folder is removed and logged, and
-the model reads its tokens again. Several processes may share a folder. Files of other
-models are not read, but count toward the limit.
+Each file is written under a temporary name and then renamed, so a killed process leaves
+no incomplete file under a final name. Names, digests and seals (HMACs of headers) are
+made with the key: a file that is damaged, swapped, cut or from another folder is
+removed and logged, and the model reads its tokens again. Several processes may share a
+folder. Files of other models are not read, but count toward the limit.
 """
 
 import hmac
@@ -129,7 +129,7 @@ class SegmentFolder:
             return file.read()
 
     def serve(self, model: str) -> None:
-        """Read and write segments of the model with this mark from now on."""
+        """Use the segments of the model with this mark (see `roles`) from now on."""
         self._model = self._hash(model.encode())[:32]
         self._known, self._scanned = set(), -1
 
@@ -188,7 +188,7 @@ class SegmentFolder:
         return result
 
     def read(self, segment: Segment) -> tuple[dict[str, mx.array], Any]:
-        """Return the arrays and the plan of a segment.
+        """Return the arrays and the plan (see `segment`) of a segment.
 
         Raises:
             FlawError: the file has changed since it was written, or is gone.
@@ -237,7 +237,7 @@ class SegmentFolder:
         return _segment_of(name, said)
 
     def touch(self, segment: Segment, when: float) -> None:
-        """Set a file's time of last use; earlier segments of a text get later times."""
+        """Set a file's time of last use, later for segments earlier in the text."""
         moment = when - segment.start * 1e-6
         with suppress(OSError):
             os.utime(self.path / segment.name, (moment, moment))

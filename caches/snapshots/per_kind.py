@@ -9,7 +9,7 @@
 A ring has overwritten or dropped the rows that it does not need at its offset, a
 recurrent state never had rows, and the rows of a batch are at different positions. A
 state is copied when it is taken: a ring is written in place, and recurrent slots are
-often small views of large arrays, which they would keep in memory.
+often small views that would keep large arrays in memory.
 
 A further kind needs one more line in `HOLDINGS`.
 """
@@ -42,12 +42,12 @@ Fields = dict[str, Any]
 class Holding:
     """Snapshot form of one kind."""
 
-    # The fields in which the source and the target must agree.
+    # The fields that must be equal in the copied and in the restored cache.
     settings: tuple[str, ...] = ()
     whole: bool = True  # True: the kind is saved as a state; False: as rows
 
     def settings_of(self, cache: Any) -> tuple[Any, ...]:
-        """Return the values of these fields, and the number of recurrent slots."""
+        """Return the values of `settings`, and the number of recurrent slots."""
         slots = (len(cache.cache),) if isinstance(cache, ArraysCache) else ()
         return (*(getattr(cache, name) for name in self.settings), *slots)
 
@@ -67,10 +67,10 @@ HOLDINGS: dict[type, Holding] = {
 
 
 def state_of(cache: Any) -> Fields:
-    """Return copies of the fields of a cache that is saved as a state, not evaluated.
+    """Return copies, not evaluated, of the fields of a cache that is saved as a state.
 
-    Rows that no later write can see are left out: those before a sliding window, those
-    that a ring has beyond its window after a write of many rows, and its free slots.
+    Rows that no later write can see are left out: rows before a sliding window, rows
+    beyond a ring's window after a write of several rows, and a ring's free slots.
     """
     fields, both = dict(vars(cache)), ("keys", "values")
     if isinstance(cache, SlidingKVCache) and cache.keys is not None:
@@ -121,7 +121,7 @@ def with_room(cache: Any, parts: list[Arrays], rows: int) -> Arrays:
 
 
 def row_fields(arrays: Arrays, rows: int) -> Fields:
-    """Return the fields of a cache with these arrays, up to position `rows`."""
+    """Return the fields of a cache with these arrays, which hold `rows` rows."""
     half = len(arrays) // 2
     keys, values = arrays[:half], arrays[half:]
     if half == 1:

@@ -2,9 +2,9 @@
 
     keys, values = read_rows(cache, stop, 512)    # positions [stop - 512, stop)
 
-The result is a view. Drop it before the next write to the cache, which would otherwise
-copy the whole buffer. The rows may be in any order, since attention over rotated keys
-does not depend on it; a ring is read in the order of its slots.
+The result is a view. While the view lives, a write to the cache copies the whole
+buffer, so drop the view first. The rows may be in any order, since attention over keys
+with rotary positions does not depend on the order; a ring is read slot by slot.
 """
 
 from typing import Any

@@ -5,7 +5,7 @@
     rest = snapshot(caches, 40)                      tokens [40, 90)
     both = merge(before, rest)                       tokens [0, 90)
     head, tail = split(both, 64)                     tokens [0, 64) and [64, 90)
-    restore(head, make_prompt_cache(model))          holds 64 tokens
+    restore(head, make_prompt_cache(model))          new caches with 64 tokens
 
 A snapshot has all caches of a model. KV rows can be cut anywhere. Rings, chunks,
 batches and recurrent states exist only at the offset where they were taken, the
@@ -16,7 +16,7 @@ snapshot's `stop`. To cut a snapshot with such layers elsewhere, separate the st
     merge(merge(head, tail), states)                 the same as `both`
 
 KV rows are views, so taking them copies nothing. While a view lives, the next write to
-its cache copies the whole buffer, as mlx does with every array that has two owners; a
+its cache copies the whole buffer, as mlx does with every buffer of two owners. A
 `copied()` snapshot has rows of its own, and can be used in any thread.
 """
 
@@ -46,23 +46,23 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLeaf:
-    """Snapshot of one leaf."""
+    """Snapshot of one leaf cache (any cache but a `CacheList`)."""
 
     place: str  # the leaf's place in the list of caches: `2`, or `2.0` in a `CacheList`
     kind: type  # mlx-lm's class of the leaf
     settings: tuple[Any, ...]  # must equal those of the cache that is restored
-    # The ranges of its rows, in order; empty for a layer that the model does not use,
-    # and for kinds saved as a state.
+    # The ranges of the leaf's rows, in order; empty for a layer that the model does not
+    # use, and for kinds saved as a state.
     rows: tuple[Rows, ...] = ()
     state: Fields | None = None  # the fields of a whole state; None: there is none
 
     @property
     def whole(self) -> bool:
-        """Return whether its kind is saved as a state, not as rows."""
+        """Return whether the leaf's kind is saved as a state, not as rows."""
         return HOLDINGS[self.kind].whole
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays of its rows and of its state."""
+        """Return the arrays of the leaf's rows and state."""
         return [x for rows in self.rows for x in rows.arrays] + arrays_of(self.state)
 
 
@@ -71,7 +71,7 @@ class Snapshot:
     """Snapshot of one model's caches for the tokens [start, stop)."""
 
     start: int  # the first position
-    stop: int  # the position after the last; states are those after `stop` tokens
+    stop: int  # the position after the last; the states are taken there
     leaves: tuple[HeldLeaf, ...]  # one item for every leaf cache
 
     @property
@@ -87,7 +87,7 @@ class Snapshot:
 
     @property
     def ranges(self) -> "Snapshot":
-        """A snapshot of the rows without the states, which can be cut anywhere."""
+        """A snapshot of the rows without the states; it can be cut anywhere."""
         return replace(self, leaves=tuple(replace(x, state=None) for x in self.leaves))
 
     @property
@@ -107,8 +107,8 @@ class Snapshot:
 def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
     """Join [a, b) and [b, c) to [a, c), without a copy.
 
-    The states are those of the child. If the child is the empty range [b, b) and lacks
-    a state, that of the parent is used.
+    The states are those of the child. If the child is the empty range [b, b), a state
+    that the child lacks is taken from the parent.
 
     Raises:
         InvalidRequestError: the two do not adjoin, or are of different models.

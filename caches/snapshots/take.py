@@ -39,7 +39,7 @@ def snapshot(
         start: the first token. Rows of earlier tokens are left out.
         stop: the end of the range. None: the number of tokens that the caches hold. If
             no cache knows that number (models of recurrent layers only), pass `stop`. A
-            smaller number is legal if all caches can be cut.
+            smaller number is legal if all caches can be cut there.
 
     Raises:
         UnsupportedCacheError: a snapshot cannot hold a cache of this kind, or the cache

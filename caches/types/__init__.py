@@ -1,16 +1,17 @@
 """Cache classes of this project, and conversions from and to mlx-lm's.
 
-    sliding_kv    a sliding window in order, with slack, in place of mlx-lm's ring
+    sliding_kv    a sliding window with its rows in order, for `RotatingKVCache`
     ragged_kv     a batch whose rows end at different columns
     ragged_quantized_kv   such a batch with quantized rows
-    padded_kv     keys padded to whole steps of rows, for cuDNN
+    padded_kv     keys padded to one of few lengths, for cuDNN
     fixed_view    keys in views of fixed sizes, for exact mode
     tree_view     caches as a model sees them while it is fed a tree
     buffers       the arrays with the rows of a cache
-    leaves        the leaf caches in a list of caches, and the positions they hold
-    convert       whole lists of caches from one class to another
+    leaves        the caches in a list, those inside `CacheList`s too; their positions
+    convert       conversions of whole lists of caches from one class to another
 
-Their layouts are cheaper to roll back or to batch. `caches.journals` rolls them back.
+These classes are cheaper to roll back or to batch than mlx-lm's. `caches.journals` has
+their journals.
 """
 
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache

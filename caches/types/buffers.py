@@ -1,4 +1,4 @@
-"""The arrays of a cache that hold its rows, and copies of arrays."""
+"""The arrays that hold the rows of a cache; copies of arrays."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ Arrays = tuple[mx.array, ...]
 
 
 def buffers(cache: Any) -> Arrays:
-    """Return the arrays with a cache's rows, on axis -2; none for an empty cache."""
+    """Return a cache's arrays, with its rows on axis -2; () for an empty cache."""
     if cache.keys is None:
         return ()
     if isinstance(cache.keys, mx.array):

@@ -1,4 +1,4 @@
-"""Conversions of lists of caches: sliding and ring, single sequences and batches.
+"""Conversions of lists of caches: rings and sliding windows, sequences and batches.
 
     caches = with_slack(make_prompt_cache(model))      for speed
     save_prompt_cache("prompt", as_native(caches))     mlx-lm loads only its own kinds
@@ -29,10 +29,10 @@ from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 
 def with_slack(caches: Sequence[Any], slack: int | None = None) -> list[Any]:
-    """Return the caches with a `SlidingKVCache` for each ring with `keep=0`.
+    """Return the caches, with `SlidingKVCache`s in place of rings with `keep=0`.
 
     Raises:
-        InvalidRequestError: a ring was cut and lacks rows of its window.
+        InvalidRequestError: a ring (`RotatingKVCache`) lacks rows of its window.
     """
     return _replaced(
         caches,
@@ -42,7 +42,7 @@ def with_slack(caches: Sequence[Any], slack: int | None = None) -> list[Any]:
 
 
 def as_native(caches: Sequence[Any]) -> list[Any]:
-    """Return the caches with a `RotatingKVCache` for each `SlidingKVCache`."""
+    """Return the caches, with a `RotatingKVCache` in place of each `SlidingKVCache`."""
     return _replaced(
         caches, lambda leaf: type(leaf) is SlidingKVCache, SlidingKVCache.to_native
     )

@@ -5,23 +5,22 @@ every forward has the same number of rows, and a row at position p gets a view o
 
     V(p) = step * (p // step + 1)
 
-rows of a cache, where a boolean mask hides the positions after p:
+rows of a cache, and a boolean mask hides the positions after p:
 
     step 256, rows 8    offset 3      256 keys, bool mask [8, 256]
-                        offset 250    256 keys; rows 250 to 255 of the text fit
+                        offset 250    256 keys; only rows 250 to 255 are written
                         offset 256    512 keys
 
-All rows of a forward share a view, so `FixedShape.room` ends at the next step. Padding
-rows past the view are not written, and nobody reads their results. A buffer is exactly
-as long as its view, so that its strides depend only on the position too. It grows by a
-copy at each step, as mlx-lm's does.
+All rows of a forward share a view, so a forward takes only tokens up to the next step
+(`FixedShape.room`). Padding rows past the view are not written, and their results are
+not read. A buffer is exactly as long as its view, so the buffer's strides too depend
+only on the position. The buffer grows by a copy at each step, as in mlx-lm.
 
-The view of a sliding window has all rows that any row of a step may see. For a step
-that begins at `start`, these are the positions from max(0, start - max_size) up to, but
-not including, start + step.
+The view of a sliding window has all rows that any row of a step may see. These are the
+positions [max(0, start - max_size), start + step), where `start` is the step's first.
 
-The classes share the `__dict__` of a live cache (see `caches.journals`): offsets and
-buffers are the live ones, and moving the offset undoes writes.
+The views share the `__dict__` of a live cache (see `caches.journals.live`): their
+offset and buffers are those of the live cache, and moving the offset undoes writes.
 """
 
 from dataclasses import dataclass
@@ -99,7 +98,7 @@ def fixed_mask(
 
 
 class _FixedRows:
-    """Fixed view of a live cache that keeps all rows."""
+    """Fixed view of a live cache of a kind that evicts no rows."""
 
     __slots__ = ()
     _shape: FixedShape
@@ -133,7 +132,7 @@ class _FixedRows:
         return live.keys, live.values
 
     def keys_and_values(self) -> Any:
-        """Return the view as after the last write."""
+        """Return the view, as the last write did."""
         live: Any = self
         return live.keys, live.values
 
@@ -151,7 +150,7 @@ class FixedQuantizedKVCache(_FixedRows, QuantizedKVCache):
 
 
 class FixedSlidingKVCache(SlidingKVCache):
-    """A `SlidingKVCache` in a fixed view, whose first row is row 0 of the buffers."""
+    """A `SlidingKVCache` in a fixed view, which begins at row 0 of the buffers."""
 
     __slots__ = ("_shape",)
     _shape: FixedShape
@@ -180,7 +179,7 @@ class FixedSlidingKVCache(SlidingKVCache):
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the view as after the last write."""
+        """Return the view, as the last write did."""
         return self.keys, self.values
 
     def _range(self) -> tuple[int, int]:
@@ -216,7 +215,7 @@ FIXED: dict[type, Any] = {
 
 
 def in_fixed_view(cache: Any, shape: FixedShape) -> Any:
-    """Return the view of a live cache, of a kind in `FIXED`, to pass to a model."""
+    """Return a fixed view, to pass to a model, of a live cache of a kind in `FIXED`."""
     shown = object.__new__(FIXED[type(cache)])
     shown.__dict__ = cache.__dict__
     shown._shape = shape

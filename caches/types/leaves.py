@@ -30,7 +30,7 @@ def is_batch(leaf: Any) -> bool:
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf cache with its place, such as `2` or `2.0` inside a list."""
+    """Yield every leaf cache with its place: `2`, or `2.0` inside a `CacheList`."""
     for index, cache in enumerate(caches):
         if type(cache) is CacheList:
             for place, leaf in leaves(cache.caches):
@@ -46,7 +46,7 @@ def checked_leaves(
     kinds: Iterable[str],  # for the message: the names of known kinds
     whose: str = "The cache",  # for the message: the owner of the caches
 ) -> list[tuple[str, Any]]:
-    """Return every leaf with its place. Changes none.
+    """Return every leaf with its place, if all are known and no two are one object.
 
     Raises:
         InvalidRequestError: there is no cache, or one object is in two places.
@@ -76,7 +76,7 @@ def checked_leaves(
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:
-    """Return every leaf cache, without places to save time: this runs in every step."""
+    """Return every leaf cache. Every step calls this, so places are left out."""
     if CacheList not in map(type, caches):
         return list(caches)
     result: list[Any] = []
@@ -86,7 +86,7 @@ def flat(caches: Sequence[Any]) -> list[Any]:
 
 
 def check_single(caches: Sequence[Any]) -> None:
-    """Refuse caches that hold a batch, or are of a batch class. Changes none.
+    """Refuse caches that hold a batch, or are of a batch class.
 
     Raises:
         UnsupportedCacheError: a leaf is a batch cache or holds several states.
@@ -129,7 +129,7 @@ def position(caches: Sequence[Any]) -> int | None:
 def assign(caches: Sequence[Any], fields: Sequence[dict[str, Any]]) -> None:
     """Set the fields of all caches, or of none if Ctrl-C interrupts.
 
-    All updates are one call, which runs no Python code in between.
+    All updates are made in one call, so no Python code runs between them.
     """
     deque(map(dict.update, [vars(cache) for cache in caches], fields), maxlen=0)
 

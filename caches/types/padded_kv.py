@@ -1,15 +1,16 @@
-"""KV caches that return rows padded to whole steps, and a mask for the padding.
+"""KV caches whose rows are padded to whole steps, and a mask that hides the padding.
 
 On CUDA, mlx computes attention of two or more rows with cuDNN. cuDNN builds a plan,
 which takes about 40 ms, for each new pair of row count and key count. The key count of
-a verification differs in every round. Padding to whole steps leaves few key counts:
+a verification differs in every round. Padding to a multiple of a step, in short to
+whole steps, leaves few key counts:
 
     offset 300, the model writes 3 rows     mlx-lm: 303 keys, "causal"
                                             here: 512 keys, bool mask [3, 512]
 
 A step is 512 rows. Past 4,096 rows a step is an eighth of the largest power of two that
-is not above the row count. So long texts need few plans too, and the padding is at most
-an eighth of the rows.
+is not above the row count. So long texts need few plans too, and their padding is at
+most an eighth of their rows.
 
 The padding consists of zeros or of rows that were rolled back. The mask gives it weight
 0 in the attention. If a row of the padding is not finite, the logits are not finite
@@ -30,11 +31,11 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 STEP = 512
-PARTS = 8  # past 4,096 rows, steps per power of two
+PARTS = 8  # past 4,096 rows, a step is a power of two divided by this
 
 
 def asks_cudnn(dtype: mx.Dtype) -> bool:
-    """Return whether mlx computes attention of this dtype with cuDNN here."""
+    """Return whether mlx computes attention of this dtype with cuDNN on this device."""
     return (
         dtype in (mx.float16, mx.bfloat16)
         and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA") != "0"
@@ -47,8 +48,8 @@ class KeySteps:
     """State that the layers of one round share.
 
     Attributes:
-        ends: by the size of the sliding window (None: no window), the offset after the
-            rows of the last mask, if that mask was padded.
+        ends: the offset after the rows of the last mask, if that mask was padded. The
+            keys are the sizes of sliding windows; None: no window.
     """
 
     __slots__ = ("ends",)
@@ -58,12 +59,12 @@ class KeySteps:
 
 
 def steps_of_a_round() -> KeySteps | None:
-    """Return the state that the layers of a round share; None if padding never pays."""
+    """Return a new `KeySteps` for a round; None if cuDNN is not used here."""
     return KeySteps() if asks_cudnn(mx.float16) else None
 
 
 class SteppedKVCache(KVCache):
-    """A view of a live `KVCache`, padded to whole steps. Both share one `__dict__`."""
+    """A padded view of a live `KVCache`. View and cache share one `__dict__`."""
 
     __slots__ = ("_live", "_steps")
     _live: KVCache
@@ -120,7 +121,7 @@ def stepped_mask(count: int, offset: int, window: int | None) -> mx.array:
 
 
 def shown_in_steps(cache: Any) -> tuple[mx.array, mx.array]:
-    """Return the buffers of a cache up to the end of a step; grow them if necessary.
+    """Return a cache's rows padded to whole steps; grow its buffers if necessary.
 
     Row 0 of the buffers has to be position 0.
     """

@@ -2,21 +2,21 @@
 
 In mlx-lm's `BatchKVCache` all rows end at the same column, with padding on their left.
 If rows keep different numbers of positions after a round, `BatchKVCache` has to move
-them, which copies all rows. This cache writes each row after the row's own last
+some rows, which copies all of them. This cache writes each row after the row's own last
 position. So a commit changes only the length of each row:
 
     rows of 5 and 2 positions, capacity 8      a b c d e . . .     x y . . . . . .
     a write of 3 to both                       a b c d e f g h     x y z u v . . .
     commit([1, 3])                             lengths 6 and 5, nothing is copied
-    a write of 1 returns                       columns [0, 7), a mask for each row
+    a write of 1 returns                       columns [0, 7); each row has its mask
 
 The mask hides the columns after a row's length. Rows of different lengths need a mask
-in both caches. Models use this cache as a `BatchKVCache`, through `make_mask`,
-`update_and_fetch` and `offset`, which has a number for each row.
+in both caches. Models use this cache like a `BatchKVCache`, through `make_mask`,
+`update_and_fetch` and `offset`; `offset` has a number for each row.
 
-The lengths are kept on the host, and all layers of a model have the same ones. So
-arrays that depend on the lengths are made on the host, once for all layers. If each
-layer computed them on a GPU, that would be a sixth of all kernels of a step.
+The lengths are kept on the host, and are the same in all layers of a model. So arrays
+that depend on the lengths are made on the host, once for all layers. If each layer
+computed these arrays on the GPU, they would take a sixth of all kernels of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_speculation.caches.types.buffers import buffers
 from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps
 
-Pair = tuple[Any, Any]  # keys and values, an array or several of each
+Pair = tuple[Any, Any]  # keys and values; each is one array, or three if quantized
 
 
 class RaggedKVCache(BatchKVCache):
@@ -46,7 +46,8 @@ class RaggedKVCache(BatchKVCache):
         values: likewise.
         lengths: number of positions of each row.
         in_steps: whether writes of several positions return columns padded to whole
-            steps where that is faster, see padded_kv.py. Only for tested models.
+            steps where that is faster, see padded_kv.py. Only for models that were
+            tested with it.
     """
 
     def __init__(self, rows: int) -> None:
@@ -77,16 +78,16 @@ class RaggedKVCache(BatchKVCache):
 
     @classmethod
     def _of(cls, caches: Sequence[Any]) -> "RaggedKVCache":
-        """Return an empty batch for caches of one row."""
+        """Return an empty batch with one row for each of these single-row caches."""
         return cls(len(caches))
 
     @property
     def columns(self) -> int:
-        """Columns of the longest row."""
+        """Number of columns of the longest row."""
         return max(self.lengths, default=0)
 
     def needed(self, rows: Sequence[int] | None = None) -> int:
-        """Return how many columns these rows need (or all rows), in whole steps."""
+        """Return the columns that these rows need, a multiple of `step`; None: all."""
         lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
         return self._whole(max(lengths, default=0))
 
@@ -107,7 +108,7 @@ class RaggedKVCache(BatchKVCache):
         stop = self._shown(max(lengths) + width)
         empty = self.keys is None or self.values is None
         if empty or min(self.keys.shape[2], self.values.shape[2]) < stop:
-            # Each is padded by itself: after an interruption, one may be shorter.
+            # Padded separately: an interruption may have left one of them shorter.
             columns = self._whole(stop)
             self.keys = self._padded(self.keys, keys, columns)
             self.values = self._padded(self.values, values, columns)
@@ -212,7 +213,7 @@ class RaggedKVCache(BatchKVCache):
         return 0 if self.keys is None else int(buffers(self)[0].shape[2])
 
     def _change(self, change: Callable[..., mx.array], *others: Pair) -> None:
-        """Replace each array by `change` of this array and of its match in `others`."""
+        """Replace each array by `change` of it and of its counterparts in `others`."""
         self.keys, self.values = tree_map(change, (self.keys, self.values), *others)
 
     def _widen(self, like: Pair, columns: int) -> None:
@@ -225,7 +226,7 @@ class RaggedKVCache(BatchKVCache):
             self._change(lambda array: self._padded(array, array, columns))
 
     def _whole(self, columns: int) -> int:
-        """Return `columns` rounded up to whole steps."""
+        """Return `columns` rounded up to a multiple of `step`."""
         return -(-columns // self.step) * self.step
 
     def _padded(self, array: Any, like: mx.array, columns: int) -> mx.array:
@@ -241,7 +242,7 @@ class RaggedKVCache(BatchKVCache):
 
 
 def taken(array: mx.array, places: mx.array) -> mx.array:
-    """Return rows of an array.
+    """Return the rows at `places` of an array.
 
     On CUDA, mlx copies element by element, so eight bytes are viewed as one element.
     """

@@ -1,4 +1,4 @@
-"""Quantized keys and values of a batch, each row from column 0 on.
+"""Quantized keys and values of a batch in which each row begins at column 0.
 
 mlx-lm has quantized caches for one sequence only. This cache holds a batch of quantized
 rows in the layout of `RaggedKVCache`, with the same journal. Each position is quantized
@@ -31,15 +31,15 @@ class RaggedQuantizedKVCache(RaggedKVCache):
 
     def __init__(self, rows: int, group_size: int = 64, bits: int = 8) -> None:
         super().__init__(rows)
-        # Models recognize quantized keys by `bits`.
+        # Models recognize a quantized cache by its attribute `bits`.
         self.group_size, self.bits = group_size, bits
 
     @classmethod
     def _of(cls, caches: Sequence[Any]) -> "RaggedQuantizedKVCache":
-        """Return an empty batch for quantized caches of one row.
+        """Return an empty batch with one row for each of these single-row caches.
 
         Raises:
-            InvalidRequestError: their bits or group sizes differ.
+            InvalidRequestError: the caches' bits or group sizes differ.
         """
         first, *others = caches
         merged = cls(len(caches), first.group_size, first.bits)
@@ -64,7 +64,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> Any:
-        """Return the columns of each part up to the longest row's end."""
+        """Return codes, scales and biases, up to the longest row's end."""
         stop = self.columns
         keys = tuple(part[..., :stop, :] for part in self.keys)
         return keys, tuple(part[..., :stop, :] for part in self.values)
@@ -73,7 +73,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         """Append the rows of another batch.
 
         Raises:
-            InvalidRequestError: their bits or group size differ.
+            InvalidRequestError: the two batches' bits or group sizes differ.
         """
         self._check_form(other)
         super().extend(other)

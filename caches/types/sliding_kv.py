@@ -1,4 +1,4 @@
-"""A sliding window that is contiguous and in order, followed by slack.
+"""A sliding window of rows, contiguous and in order, followed by slack.
 
 `SlidingKVCache` replaces a `RotatingKVCache` with `keep=0`. Its buffer has room for the
 window and for `slack` more rows. Rows are in the order of their positions, and each
@@ -7,16 +7,17 @@ write goes in place after the last row:
     max_size 4, slack 3; rows are named by their position, . is free
     before            2 3 4 5 6 . .      offset 7
     a write of 1      2 3 4 5 6 7 .      returns [4, 8), all that position 7 may see
-    a write of 2      5 6 7 8 9 . .      full: the last rows first move into a new
+    a write of 2      4 5 6 7 8 9 .      full: the window first moves into a new
                                          buffer; returns [5, 10), to be masked
-    the last 2 undone 5 6 7 . . . .      two indices move
+    the last 2 undone 4 5 6 7 . . .      only indices move
 
-So a round writes only its own rows, and undoing it copies nothing. A write of one row
-returns exactly the rows that this row sees, so no mask is needed. In return, a cache
-takes `slack` more rows of memory, and copies its window once in about `slack` rows.
+So a round writes only its own rows, and undoing a round copies nothing. A write of one
+row returns exactly the rows that this row sees, so no mask is needed. In return, a
+cache takes `slack` more rows of memory, and copies its window once in about `slack`
+rows.
 
 The rows [0, `_end`) of the buffers hold the positions [offset - `_end`, offset), among
-them always the last `max_size`. A read returns the rows [`_first`, `_end`).
+them always the last `max_size`. `keys_and_values` returns the rows [`_first`, `_end`).
 """
 
 from typing import Any
@@ -44,19 +45,19 @@ def default_slack(max_size: int) -> int:
 class SlidingKVCache:
     """The last `max_size` rows of keys and values, in order.
 
-    For models it is a `RotatingKVCache`: same offset, same masks for several rows,
-    same visible rows. Only the order of rows differs, after one-row writes to a full
-    ring, so outputs differ by rounding.
+    To a model it behaves like a `RotatingKVCache` (a ring): the offset, the masks for
+    several rows and the visible rows are the same. After one-row writes to a full ring
+    the order of the rows differs, so outputs differ by rounding.
 
     Args:
         max_size: rows of the window, at least 1.
         slack: further rows of the buffer, at least 1. None: `default_slack`.
 
     Raises:
-        InvalidRequestError: one of them is less than 1.
+        InvalidRequestError: `max_size` or `slack` is less than 1.
     """
 
-    keep = 0  # number of first rows never evicted; rings with `keep` > 0 stay as rings
+    keep = 0  # first rows never evicted; rings with `keep` > 0 are not replaced
     step = 256  # the buffer grows by this many rows, until it has room for the window
 
     def __init__(self, max_size: int, slack: int | None = None) -> None:
@@ -83,7 +84,8 @@ class SlidingKVCache:
         The window is copied at the next evaluation.
 
         Raises:
-            InvalidRequestError: `native` is no ring, has `keep` above 0, or lacks rows.
+            InvalidRequestError: `native` is of another class, has `keep` above 0, or
+                lacks rows.
         """
         ring: Any = native
         if type(native) is not RotatingKVCache or ring.keep != 0:
@@ -119,7 +121,7 @@ class SlidingKVCache:
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Append rows; return the `max_size` - 1 rows before them, then these rows.
+        """Append rows; return up to `max_size` - 1 rows before them, then the new rows.
 
         Args:
             keys: [batch, heads, rows, key dim].
@@ -165,14 +167,15 @@ class SlidingKVCache:
         return 0 if self.keys is None else int(self.keys.nbytes + self.values.nbytes)
 
     def is_trimmable(self) -> bool:
-        """Return whether `trim` can drop any number of rows: no row was evicted yet."""
+        """Return whether no row was evicted yet, so `trim` can drop any number."""
         return self._end == self.offset
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` rows, or all; return how many.
+        """Drop the last `n` rows, or all if there are fewer; return how many.
 
         Raises:
-            InvalidRequestError: rows of the earlier window are gone; nothing changed.
+            InvalidRequestError: rows of the window before the dropped rows are gone;
+                nothing changed.
         """
         n = min(n, self.offset)
         if n < 0 or self._end - n < min(self.offset - n, self.max_size):
@@ -208,7 +211,7 @@ class SlidingKVCache:
         return self.keys[..., first:stop, :], self.values[..., first:stop, :]
 
     def _make_room(self, keys: mx.array, values: mx.array, undo: int) -> None:
-        """Make new buffers with room for the rows, and move the needed rows there."""
+        """Make new buffers with room for the rows; move the rows still needed there."""
         width, end = keys.shape[2], self._end
         if self.keys is None:
             size = self._size_for(width)
@@ -237,9 +240,9 @@ class SlidingKVCache:
 
 
 def _buffer(rows: mx.array, size: int, *, filled: bool = False) -> mx.array:
-    """Return a buffer of `size` rows like `rows`; `filled`: beginning with `rows`.
+    """Return a buffer of `size` rows: zeros, or with `filled`, `rows` and then zeros.
 
-    A fill and a write in place cost half of a concatenation with zeros.
+    A fill and a write in place cost half as much as a concatenation with zeros.
     """
     batch, heads, count, dim = rows.shape
     buffer = mx.zeros((batch, heads, size, dim), rows.dtype)

@@ -1,14 +1,14 @@
 """Caches as a model sees them while it is fed a tree instead of a chain.
 
-Rows are written in the order in which they are fed, parents before children. Unlike in
-a chain, a row sees only its ancestors and itself, and its depth gives its position:
+Rows are written in the order in which they are fed, parents before children. Of the fed
+rows, each sees only its ancestors and itself, and its depth gives its position:
 
     offset 7; rows 0 to 3; row 3 is a second child of row 0   parents  -  0  1  0
     row 3 sees positions 0 to 6, row 0 and itself             depths   0  1  2  1
-    with a window of 4 it sees positions 5 and 6 of these: its position is 8, not 10
+    with a window of 4 it sees positions 5 and 6, row 0 and itself: its position is 8
 
 This module makes the mask; the model rotates queries and keys by the rows' positions. A
-view has no rows of its own: all are in the live cache, and are undone like any others.
+`TreeView` holds no rows: all are in the cache, and are undone like any other rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,11 +26,11 @@ class TreeRows(NamedTuple):
 
     Attributes:
         seen: bool [rows, columns], whether a row sees a column. A row sees its own
-            column and those of its ancestors. The last columns are these rows; before
-            them are the rows that the round has written already.
+            column and those of its ancestors. The last columns are those of these rows;
+            before them are those of rows that the round has already written.
         depths: int32 [rows], the position of each row minus that of the first row.
-        shift: correction of the offset that a model reads, if the round has already
-            written rows of other branches.
+        shift: number added to the cache's offset to get the rows' position; negative if
+            the round has already written rows of other branches.
     """
 
     seen: mx.array
@@ -69,7 +69,7 @@ class TreeView:
         seen = mx.broadcast_to(mx.array(True), (N, before))
         visible = rows.seen
         if window is not None:
-            # The column of row i's position is `before` + depths[i].
+            # In a chain, row i would be in column `before` + depths[i].
             reach = rows.depths[:, None] - window
             seen = mx.arange(before)[None] > before + reach
             if visible.shape[1] == N:
@@ -86,7 +86,7 @@ def holds_trees(caches: Sequence[Any]) -> bool:
 
 
 def check_trees(caches: Sequence[Any]) -> None:
-    """Refuse caches whose rows cannot be a tree. Changes none.
+    """Refuse caches whose rows cannot be a tree.
 
     Raises:
         UnsupportedCacheError: a cache is of a kind that holds no trees.
@@ -112,7 +112,7 @@ def tree_views(caches: Sequence[Any], rows: TreeRows) -> list[TreeView]:
 
 
 def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
-    """Move some of a round's rows to where its first rows are, in the given order.
+    """Move some of the rows that a round wrote to the places of its first rows.
 
     The rows of a tree's accepted path are then adjacent, and the caller drops the rows
     after them. Rows from before the round do not move.
@@ -125,7 +125,7 @@ def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):
         return
-    result: dict[int, mx.array] = {}  # by the buffer row where the round began
+    result: dict[int, mx.array] = {}  # rows to move, by the round's first row
     for cache in caches:
         start = _end(cache) - written
         if start not in result:
