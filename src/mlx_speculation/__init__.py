@@ -3,7 +3,7 @@
 ```python
 from mlx_speculation import SpeculativeGenerator
 
-generator = SpeculativeGenerator.from_pretrained("path", draft="path of a small one")
+generator = SpeculativeGenerator.from_pretrained("path", draft="path of a small model")
 for chunk in generator.stream("Once upon a time", max_tokens=100):
     print(chunk.text, end="")
 ```

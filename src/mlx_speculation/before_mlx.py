@@ -29,7 +29,7 @@ class _FirstUse:
         path: "Sequence[str] | None" = None,
         target: "ModuleType | None" = None,
     ) -> "ModuleSpec | None":
-        """Choose the BLAS if mlx is imported; warn once if mlx was loaded before.
+        """Choose the BLAS as mlx is imported; warn once if mlx is already loaded.
 
         The finder stays in `sys.meta_path` afterwards: Python is iterating over that
         list, and would skip the next finder if this one were removed.

@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def free_memory() -> int | None:
-    """Return the free bytes for arrays; None: unknown. The call imports mlx."""
+    """Return the bytes that arrays may still take; None: unknown. Imports mlx."""
     import mlx.core as mx
 
     if mx.default_device() == mx.gpu:
@@ -108,7 +108,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _cpu_groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield each folder of control groups, with the group of this process in it."""
+    """Yield each root folder of control groups, with this process's group below it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -65,7 +65,7 @@ class UnsupportedModelError(SpeculationError, TypeError):
 
 
 class SpeculationClosedError(SpeculationError, RuntimeError):
-    """Raised when a round is used after its commit, roll back or `with` block."""
+    """Raised when a `Speculation` is used after its commit, roll back or block."""
 
 
 class ModelFolderError(SpeculationError, ValueError):
@@ -96,7 +96,7 @@ class NonFiniteLogitsError(SpeculationError, ArithmeticError):
 
 
 class ConstraintError(SpeculationError, ValueError):
-    """Raised when a constraint allows no token, or is given one that it forbids."""
+    """Raised when a constraint allows no token, or gets a token that it forbids."""
 
 
 class MissingLibraryError(SpeculationError, ImportError):
@@ -108,7 +108,7 @@ class DemoModelsMissingError(SpeculationError, FileNotFoundError):
 
 
 class RankLostError(SpeculationError, ConnectionError):
-    """Raised when a rank has died, has failed or has left a stream by an error.
+    """Raised when a rank died, failed, or left a stream because of an error.
 
     The message names the rank and the reason, and says whether a restart is needed.
     """
@@ -126,11 +126,11 @@ class ContextLengthNotice(UserWarning):
 
 
 class DraftNotice(UserWarning):
-    """Warns once about the draft, for example that another one is used, and why."""
+    """Warns once about the draft, for example that another draft is used, and why."""
 
 
 class SamplerNotice(UserWarning):
-    """Warns once that a sampler draws by itself, so the seed may not fix the text."""
+    """Warns once that a sampler has its own noise: drafts may change the text."""
 
 
 class BlasNotice(UserWarning):
@@ -138,7 +138,7 @@ class BlasNotice(UserWarning):
 
 
 class CostFileWarning(UserWarning):
-    """Warns that a file of measured costs cannot be used; measuring is repeated."""
+    """Warns that a file of measured costs cannot be used; they are measured again."""
 
 
 class DrafterFaultWarning(RuntimeWarning):

@@ -16,8 +16,8 @@ threads both do nothing, since Python runs handlers in the main thread only.
 Python discards exceptions that a finalizer (`__del__`) raises. A finalizer that calls
 `finalize` keeps the exceptions of signal handlers: they are raised afterwards, in the
 code that the finalizer had interrupted. The exception of a handler that runs before the
-finalizer's first instruction is lost. While Python empties its modules `finalize` does
-nothing; `close_at_exit` has cleaned up before.
+finalizer's first instruction is lost. While Python empties its modules, `finalize` does
+nothing; `close_at_exit` has cleaned up before that.
 """
 
 import atexit
@@ -113,7 +113,7 @@ def raised_by_signal(error: BaseException) -> bool:
 
 def finalize(
     clean_up: Callable[[], object],
-    ending: Callable[[], bool] = sys.is_finalizing,  # bound: globals are None then
+    ending: Callable[[], bool] = sys.is_finalizing,  # globals are None at exit
 ) -> None:
     """Clean up in a finalizer without losing signals that arrive meanwhile.
 
@@ -144,8 +144,8 @@ def finalize(
 def close_at_exit(stack: ExitStack) -> None:
     """Close a stack at exit, before Python empties its modules, if it is still open.
 
-    Its context managers are generators. Python would end them too late, when the
-    globals that they use are None. The stack of a thread that still runs stays open.
+    The stack's context managers are generators. Python would end them too late, when
+    their globals are None. The stack of a thread that still runs stays open.
     """
     _left_open[id(stack)] = stack, threading.current_thread()
     stack.callback(_left_open.pop, id(stack), None)
@@ -162,7 +162,7 @@ def _raise_later(error: BaseException) -> None:
     """Raise an error in the main thread when no finalizer runs there.
 
     A temporary handler of SIGINT raises it. A SIGINT sent here also interrupts a
-    blocking call of the main thread; one sent by the user raises the error as well. If
+    blocking call of the main thread; the user's SIGINT raises the error as well. If
     other code has replaced the handler meanwhile, that handler receives the signal.
     """
     before = _get(signal.SIGINT)
@@ -202,7 +202,7 @@ def _in_main_thread() -> bool:
 
 
 def _restore() -> None:
-    """Restore the handlers; an exception that one raises meanwhile is passed on."""
+    """Restore the handlers; pass on an exception that a handler raises meanwhile."""
     _open.clear()  # first: from here on `_receive` calls the handlers at once
     for number, handler in _handlers.items():
         if _get(number) is _receive:  # else other code has set a handler since
@@ -210,13 +210,13 @@ def _restore() -> None:
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
-    """Record a signal; set in place of every handler that is written in Python."""
+    """Record a signal; replaces every handler that is written in Python."""
     came = _waiting.get(number)
     now = time.monotonic()
     if _open and (came is None or now - came < _IMPATIENT):
         _waiting.setdefault(number, now)
         return
-    # The signal was repeated late, or the handlers are being restored.
+    # The signal was repeated after `_IMPATIENT`, or the handlers are being restored.
     _waiting.pop(number, None)
     _handlers[number](number, frame)
 

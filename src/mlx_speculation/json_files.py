@@ -1,6 +1,6 @@
 """JSON: reading of untrusted texts within limits, and atomic writing of files.
 
-This module is for any file format; a caller adds the file and a remedy to an error.
+Errors name neither the file nor a remedy: the callers, which know them, add both.
 """
 
 import json
@@ -18,13 +18,13 @@ DEEPEST = 200
 # The largest file. The index of a model with 100,000 tensors has about 10 MB.
 LARGEST = 1 << 26  # bytes
 
-# An unclosed string matches up to the end of the text, which keeps the search linear.
+# The search stays linear: an unclosed string matches up to the end of the text.
 _STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 class JsonFlawError(ValueError):
-    """Flaw of a JSON text; the message continues a sentence, as in "it is not JSON"."""
+    """Flaw of a JSON text or file; the message, "is not JSON", continues a sentence."""
 
 
 def parse_json(
@@ -33,7 +33,7 @@ def parse_json(
     # Refuse objects with a repeated key; Python would keep the last value
     unique_keys: bool = False,
     finite: bool = False,  # refuse NaN and infinity: Python accepts them, JSON does not
-    deepest: int = DEEPEST,  # the most levels of nested arrays and objects
+    deepest: int = DEEPEST,  # maximum depth of nested arrays and objects
 ) -> Any:
     """Return the value of a JSON text.
 

@@ -39,7 +39,7 @@ class Signals:
             raise KeyboardInterrupt
 
     def watch(self) -> None:
-        """Count signals, and end the process after the second."""
+        """Count signals, and end the process after the second one."""
         count, number = 0, _RESUMED
         while count < 2:
             number = os.read(self._read, 1)[0]
@@ -55,7 +55,7 @@ _current: Signals | None = None
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the code of the block, unless they are ignored.
+    """Let SIGINT and SIGTERM end the block's code, unless the process ignores them.
 
     Outside the main thread this does nothing.
     """

@@ -2,8 +2,8 @@
 
 `choose` loads a BLAS before mlx, `automatic` does this for programs that choose none,
 and `threads` sets its number of threads. `loaded` describes the BLAS in use, and
-`openblas_wheel` finds a newer OpenBLAS than the system's. No module imports mlx: the
-linker binds symbols when mlx is loaded, after the choice.
+`openblas_wheel` finds a newer OpenBLAS than the system's. No module of this package
+imports mlx: the linker binds symbols when mlx is loaded, after the choice.
 """
 
 from mlx_speculation.blas.choose import (

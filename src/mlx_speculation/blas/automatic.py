@@ -33,9 +33,9 @@ def choose_blas() -> None:
 
 
 def say_that_mlx_came_first() -> None:
-    """Warn that mlx was loaded with its reference BLAS, if OpenBLAS is installed.
+    """Warn that mlx was loaded with its reference BLAS, if the OpenBLAS wheel is there.
 
-    The warning names the line of the program that imports this package.
+    The warning names the line at which the program imports this package.
     """
     if _left() or wheel_version() is None:
         return
@@ -60,7 +60,7 @@ def wanted_blas() -> BlasName:
 
 
 def _left() -> bool:
-    """Return whether to choose none: one is chosen or fixed, or mlx may use CUDA."""
+    """Return whether to keep the BLAS: it is chosen or fixed, or mlx may use CUDA."""
     return (
         chosen_blas() is not None
         or wanted_blas() == "stock"

@@ -1,7 +1,7 @@
 """Chooses the BLAS that mlx multiplies float32 matrices with on a Linux CPU.
 
 The Linux wheel of mlx links the reference BLAS. The cost of its products is linear in
-the number of rows: verifying k + 1 tokens costs k + 1 steps, and drafts cannot pay.
+the number of rows, so verifying k + 1 tokens costs k + 1 steps: drafts cannot pay.
 OpenBLAS exports the same symbols. If it is loaded into the global scope before mlx, mlx
 calls OpenBLAS, and eight rows cost little more than one. The OpenBLAS of a wheel
 (`openblas_wheel`) is preferred to the system's.
@@ -65,7 +65,7 @@ def use_blas(name: BlasName = "auto") -> BlasChoice:
     the import of this package. The BLAS that is already in use may always be named.
 
     Args:
-        name: "openblas" or "stock" (the BLAS of the wheel); "auto" takes OpenBLAS
+        name: "openblas" or "stock" (the BLAS of mlx's wheel); "auto" takes OpenBLAS
             if it is installed, else the stock one, and keeps another BLAS that was
             loaded before.
 
@@ -90,15 +90,15 @@ def use_blas(name: BlasName = "auto") -> BlasChoice:
 
 
 def chosen_blas() -> BlasChoice | None:
-    """Return the result of the last `use_blas` here; None: it was not called."""
+    """Return the result of the last `use_blas`; None: it was not called."""
     return _Process.choice
 
 
 def blas_in_use() -> str:
     """Return the name of the BLAS that mlx uses for float32 on this CPU.
 
-    If other code has loaded a BLAS globally after the import of mlx, that one is named,
-    although mlx may not use it.
+    If other code has loaded a BLAS globally after the import of mlx, that BLAS is
+    named, although mlx may not use it.
     """
     if sys.platform == "darwin":
         return "Accelerate"
@@ -118,7 +118,7 @@ def thread_settings() -> str | None:
 
 
 def text_threads(*, exact: bool) -> AbstractContextManager[None]:
-    """Return the context in which a text is generated; see `TextThreads.text`."""
+    """Return a context manager to generate a text in; see `TextThreads.text`."""
     threads = _Process.threads
     return nullcontext() if threads is None else threads.text(exact=exact)
 
@@ -196,6 +196,6 @@ def _load(library: str) -> None:
         for name in variables:
             del os.environ[name]
         os.environ.update(before)
-    # An OpenBLAS that is built for OpenMP has read its number from another variable.
+    # An OpenBLAS built for OpenMP reads its number of threads from another variable.
     set_count = ctypes.CDLL(None).openblas_set_num_threads
     _Process.threads = TextThreads(plan, set_count, OtherPrograms().idle_cores)

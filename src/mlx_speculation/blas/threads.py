@@ -1,8 +1,8 @@
 """The threads of OpenBLAS: their number for a text, and the time until they sleep.
 
-The threads of a product wait for each other in a loop of `sched_yield`. The wait is
-short only if each thread has a core. If one has lost its core, the others wait for a
-slice of the scheduler's time, some milliseconds, in each of the hundreds of products of
+The threads of a matrix product wait for each other in a loop of `sched_yield`. The wait
+is short only if each thread has a core. If one has lost its core, the others wait for a
+time slice of the scheduler, some milliseconds, in each of the hundreds of products of
 a forward. With as many threads as cores, two such processes each lose nine tenths of
 their speed (docs/log/linux_cpu.md). So a text gets all cores only if other programs
 leave them idle when the text starts. Else it gets half of the cores, so that two
@@ -34,8 +34,8 @@ NAMES = (
     "OMP_NUM_THREADS",
 )
 _TWO_CORES = 2
-# An idle thread sleeps after 2 to this power clock ticks of the processor. From 8 to 14
-# no difference was seen.
+# An idle thread sleeps after 2^_SLEEP_SOON clock ticks of the processor. Exponents from
+# 8 to 14 made no difference.
 _SLEEP_SOON = 10
 # Shortest and longest time, in seconds, over which the load of other programs is
 # measured. The shortest is five ticks of Linux's clock.
@@ -53,7 +53,7 @@ class ThreadPlan:
             environment gives the number.
         most: the number if all cores are idle; None as for `count`.
         why: the reason for the numbers, one line for people.
-        sleep_after: an idle thread sleeps after 2 to this power clock ticks; None:
+        sleep_after: an idle thread sleeps after 2^sleep_after clock ticks; None:
             after OpenBLAS's default time, or the time that the user has set.
     """
 
@@ -79,7 +79,7 @@ class ThreadPlan:
 
     @property
     def numbers(self) -> str | None:
-        """Both numbers in words; None: they are equal, or the user has set one."""
+        """Both numbers in words; None: they are equal, or set by the user."""
         if self.count is None or self.count == self.most:
             return None
         return f"{self.count} to {self.most} threads"
@@ -168,7 +168,7 @@ class OtherPrograms:
         self._before = self._sample()
 
     def idle_cores(self) -> float | None:
-        """Return the cores that other programs left idle of late; None: not known.
+        """Return the number of cores that other programs left idle; None: not known.
 
         The load is measured since the last call, or over the next 50 ms if that call
         was too recent or too long ago.
@@ -185,7 +185,7 @@ class OtherPrograms:
         return max(0.0, (os.cpu_count() or 1) - others)
 
     def _sample(self) -> tuple[float, float, float] | None:
-        """Return seconds: of the clock, busy on all cores, and used by this process."""
+        """Return seconds: the clock, all cores' busy time, this process's CPU time."""
         try:
             # For example "cpu 4351 305 269 19006 1001 0 17 16 0 0", in ticks:
             # user, nice, system, idle, waiting for a disk, then interrupts, stolen.

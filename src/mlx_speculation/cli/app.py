@@ -76,7 +76,7 @@ def _help(command: Callable[..., None]) -> str:
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a function for typer that has an option for each field of a group."""
+    """Return a function for typer, with a parameter for each field of a dataclass."""
     given = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {}
     flat: list[Parameter] = []
@@ -107,7 +107,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, hint: Any, field: "Field[Any]", group: Any) -> Parameter:
-    """Return a field as a parameter, named by its option."""
+    """Return a field as a parameter that is named after its option."""
     names = _names(name, field)
     option = {**field.metadata.get("option", {})}
     if option:
@@ -123,13 +123,13 @@ def _parameter(name: str, hint: Any, field: "Field[Any]", group: Any) -> Paramet
 
 
 def _names(name: str, field: "Field[Any]") -> Sequence[str]:
-    """Return the names of an option; the default is from its field or parameter."""
+    """Return an option's names; by default the name of its field or parameter."""
     given: Sequence[str] = field.metadata.get("option", {}).get("names", ())
     return given or (f"--{name.replace('_', '-')}",)
 
 
 def _identifier(names: Sequence[str]) -> str:
-    """Return the option's first name as an identifier, unique among all groups."""
+    """Return the option's first name as an identifier, unique among all options."""
     return names[0].removeprefix("--").replace("-", "_")
 
 

@@ -81,7 +81,7 @@ class TemplateOptions:
     def with_images(
         self, generator: "SpeculativeGenerator", said: str, images: Sequence[Path]
     ) -> "ImagePrompt":
-        """Return a prompt with images; a raw text has to contain their markers."""
+        """Return a prompt with images; a raw text needs markers of the images."""
         model: Any = generator.model
         if not self.applies(generator.tokenizer):
             messages: Any = said

@@ -1,6 +1,6 @@
 """Console of commands: tables, notes and progress on stderr, one JSON object on stdout.
 
-Progress is a bar on a terminal, which disappears at the end. In other outputs it is a
+On a terminal, progress is a bar that disappears at the end. In other outputs it is a
 line every 15 seconds.
 """
 
@@ -55,7 +55,7 @@ class Screen:
 
     @contextmanager
     def text_line(self) -> Iterator[None]:
-        """End a text that is printed in pieces with a newline; then show warnings.
+        """Print a newline after a text that is printed in pieces; then show warnings.
 
         Shown earlier, warnings would appear in the middle of the text.
         """
@@ -73,7 +73,7 @@ class Screen:
             self.text("\n")
 
     def table(self, table: Table, *, result: bool = True) -> None:
-        """Print a table, on standard output if it is a result; none if `json` is set.
+        """Print a table unless `json` is set; a result goes to standard output.
 
         The table keeps its minimum width, even if the terminal is narrower.
         """

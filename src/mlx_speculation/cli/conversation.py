@@ -30,7 +30,7 @@ class Conversation:
         self._text = ""  # of the ids
 
     def ask(self, message: str) -> list[int]:
-        """Add a message; return the ids of the conversation up to its answer.
+        """Add a message; return the ids of the conversation up to the answer to it.
 
         Raises:
             InvalidRequestError: the template refuses the message, which is not added.

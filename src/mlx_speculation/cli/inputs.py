@@ -1,4 +1,4 @@
-"""Files of commands other than models: prompts, schemas, pages.
+"""Files that commands read and write, except models: prompts, schemas, pages.
 
 An unusable file raises an `InvalidRequestError` that names the option. A write that
 fails, for instance on a full disk, raises a `SpeculationError`.
@@ -68,8 +68,8 @@ def read_json_file(option: str, path: Path) -> Any:
 def read_prompts(option: str, path: Path) -> list[str]:
     """Return the prompts of a file of JSON lines, such as those of Spec-Bench.
 
-    A line is a text, or an object with a text under "prompt" or with a list "turns",
-    whose first text is used.
+    A line is a JSON string, or an object with a string "prompt" or with a list "turns",
+    whose first string is used.
     """
     check_input(option, path)
     lines = decoded(f"{option} {str(path)!r}", path.read_bytes()).splitlines()

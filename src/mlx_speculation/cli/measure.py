@@ -1,9 +1,9 @@
 """Measurement of drafts: plain and speculative decoding alternate on the same prompts.
 
-In each pass all arms run the same prompt. The next pass starts with the next arm, so
-that a slow phase of the machine affects all arms alike. A speed-up is the median, over
-passes, of the ratio to plain decoding in the same pass. Each text is compared with that
-of this package's plain decoding.
+An arm is one way to decode. In each pass all arms run the same prompt. The next pass
+starts with the next arm, so that a slow phase of the machine affects all arms alike. A
+speed-up is the median, over passes, of the ratio to plain decoding in the same pass.
+Each text is compared with that of this package's plain decoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class Arm:
         return all(parting.near_tie for parting in self.partings)
 
     def over(self, plain: Sequence[float]) -> Spread:
-        """Return the ratios of the arm's speeds to those of plain decoding, by pass."""
+        """Return the spread, over passes, of the arm's speed divided by `plain`."""
         pairs = zip(self.speeds, plain, strict=False)
         return Spread.of([ours / other for ours, other in pairs])
 
@@ -108,7 +108,7 @@ def measure(
     passes: int,
     report: Callable[[int, int], None],
 ) -> int:
-    """Run passes until done or Ctrl-C, and fill the arms; return the number completed.
+    """Run passes until done or Ctrl-C; fill the arms; return the number of full passes.
 
     The generators share the target and differ in their drafts. For each prompt all arms
     generate as many tokens as plain decoding does, at most `tokens`, and ignore stop

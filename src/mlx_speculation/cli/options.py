@@ -222,7 +222,7 @@ class SamplingOptions:
         return Sampling(**given, **more)
 
     def _biases(self) -> dict[int, Any] | None:
-        """Return the number to add to the logit, by token id; None: none are added."""
+        """Return the numbers to add to logits, by token id; None: nothing is added."""
         if self.logit_bias is None:
             return None
         biases = parsed_json("--logit-bias", self.logit_bias)

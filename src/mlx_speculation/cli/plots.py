@@ -24,7 +24,7 @@ def check_plot(path: str | Path) -> None:
     """Refuse a picture that could not be drawn; called before the measurement.
 
     Raises:
-        InvalidRequestError: the extension of `path` is not one of a picture.
+        InvalidRequestError: `path` has no extension of a picture format.
         MissingLibraryError: matplotlib is not installed.
     """
     endings = _figure_class()().canvas.get_supported_filetypes()
@@ -41,7 +41,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
     Args:
         title: the title of the figure.
         names: the names of the drafts, in the order of `Arm.draft`.
-        arms: the two plain ones, then those of each draft.
+        arms: the two plain arms, then the arms of each draft.
     """
     figure: Figure = _figure_class()(figsize=(4.6, 7.1), layout="constrained")
     speeds, accepted = figure.subplots(2, 1, height_ratios=[3, 2])
@@ -50,7 +50,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
         level = Spread.of(arm.speeds)
         speeds.axhline(level.median, color="0.3", linestyle=dashes, label=label)
         speeds.axhspan(level.low, level.high, color="0.5", alpha=0.12, linewidth=0)
-    adaptive = 1 + max(arm.length or 0 for arm in arms)  # the place of its points
+    adaptive = 1 + max(arm.length or 0 for arm in arms)  # the place of adaptive lengths
     for index, name in enumerate(names):
         style = {"color": _COLOURS[index % 6], "marker": _MARKS[index % 6]}
         ours = [arm for arm in arms[2:] if arm.draft == index]
@@ -82,7 +82,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
 
 
 def _accepted(arms: Sequence[Arm]) -> Sequence[float]:
-    """Return acceptance by position of the longest drafts, preferably fixed-length."""
+    """Return acceptance by position of the longest drafts; fixed lengths win ties."""
     counted = [
         (len(arm.totals.reached), arm.length is not None, arm.totals)
         for arm in arms

@@ -40,7 +40,7 @@ def show(
     *,
     colour: bool = False,
 ) -> str:
-    """Print a stream's text; return its finish reason, or "interrupted" by Ctrl-C.
+    """Print a stream's text; return its finish reason, or "interrupted" after Ctrl-C.
 
     All chunks are appended to `chunks`. With `colour` accepted tokens are green.
     """
@@ -103,7 +103,7 @@ def lines(result: "Result", ended: str, prompt_tokens: int, bar: PromptBar) -> s
 
 
 def figures(result: "Result") -> dict[str, str]:
-    """Return the counts of a generation for people, by name."""
+    """Return the main statistics of a generation as texts, by name."""
     stats = result.stats
     counts = {n: str(getattr(stats, n)) for n in ("rounds", "drafted", "accepted")}
     return {

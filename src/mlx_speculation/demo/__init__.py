@@ -1,9 +1,9 @@
 """The demonstration models of the repository, and the bundled prompts.
 
-There are three small targets, one for each kind of cache, a draft model that shares
-their tokenizer, an assistant of the sliding target, and an EAGLE-3 head of the dense
-target. This module returns the models' folders, and loads no model. A package that was
-installed from a wheel has the prompts only.
+There are three small targets, one for each kind of cache (dense, sliding, hybrid), a
+draft model that shares their tokenizer, an assistant for the sliding target, and an
+EAGLE-3 head for the dense target. This module returns the models' folders, and loads no
+model. A package that was installed from a wheel has the prompts only.
 """
 
 import json

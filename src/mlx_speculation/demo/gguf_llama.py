@@ -1,4 +1,4 @@
-"""A Llama in a GGUF file, converted to a folder that mlx-lm loads.
+"""A Llama model in a GGUF file, converted to a folder that mlx-lm loads.
 
 mlx reads the file. This module renames its weights, reorders rows for rotary
 embeddings, and makes a tokenizer from the metadata.
@@ -119,7 +119,7 @@ def _dense(value: mx.array, tensors: dict[str, mx.array], path: str) -> mx.array
 
 
 def _halved(weight: mx.array, heads: int) -> mx.array:
-    """Return rows in mlx-lm's order: rotary pairs half a head apart, not adjacent."""
+    """Reorder rows as mlx-lm does: a rotary pair's rows are half a head apart."""
     rows, dim = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, dim)
     return pairs.swapaxes(1, 2).reshape(rows, dim)

@@ -18,7 +18,7 @@ from typing import Any
 
 LOG = logging.getLogger("mlx_speculation.server")
 _NAME = re.compile(r"[\w.:/-]+")
-NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"  # states of mlx-lm's machine
+NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"  # `TextStateMachine`'s states
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def read_calls(
     except Exception as error:  # models write anything, and parsers may raise any error
         LOG.warning("a tool call cannot be read: %s", type(error).__name__)
         return None
-    # For text that they cannot read, some parsers invent a name or take its beginning.
+    # Some parsers invent a name for a text that they cannot read, or cut one from it.
     named = [
         call.name in offered or (call.name in text and _NAME.fullmatch(call.name))
         for call in calls

@@ -176,7 +176,7 @@ class Answering:
 
             inner = worker.schemas.compile(wanted, tokenizer, check)
             stack.callback(inner.close)
-            if job.cancelled:  # the stack may have been closed without this callback
+            if job.cancelled:  # the stack may be closed already, before the callback
                 inner.close()
         if state != REASONING:
             return inner
@@ -262,7 +262,7 @@ class Answering:
             if event.result is None:
                 continue
             most, result = job.request.options.get("max_tokens"), event.result
-            # Texts of one prompt count it once, since only the first text reads it.
+            # The texts of a prompt count it once, since only the first one reads it.
             again = choice % face.request.count > 0
             yield Ending(
                 result=result,
@@ -285,7 +285,7 @@ class Answering:
 
 
 def _without_images(chat: Chat) -> Chat:
-    """Return a chat without its images, as `ChatTemplate.rendered` takes it."""
+    """Return a chat without its images, for `ChatTemplate.rendered`."""
     if not chat.images:
         return chat
     messages = []

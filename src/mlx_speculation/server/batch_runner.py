@@ -92,7 +92,7 @@ class Rows:
     def round(self) -> None:
         """Remove cancelled and late requests, and run a round of the rest.
 
-        An error ends all requests, which get that error, and a new batch is made.
+        An error ends all requests and is passed to each of them; a new batch is made.
         """
         try:
             for uid, job in tuple(self._jobs.items()):

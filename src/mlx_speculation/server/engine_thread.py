@@ -46,7 +46,7 @@ MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 
 
 class Worker:
-    """The engine of a server, with rows for each draft and mode that requests ask for.
+    """The engine of a server; each draft and mode (exact or not) has its own `Rows`.
 
     Any thread may use `main` and the template; only the engine's thread may use other
     rows.
@@ -88,9 +88,9 @@ class Worker:
         self.schemas = SchemaCompilers(settings.limits)
         self.loaded: Future[None] = Future()  # done once loaded, or has the error
         self._stop = False
-        self._failed = False  # True also if the thread hangs at its end
+        self._failed = False  # True also if the thread does not end in time
         atexit.register(self.end, EXIT_SECONDS)
-        # A daemon thread: Python waits for all other threads before it calls `end`.
+        # A daemon thread: Python waits for non-daemon threads before it calls `end`.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -160,7 +160,7 @@ class Worker:
             raise unavailable(self._closed or "The engine has failed.", retry=None)
 
     def end(self, seconds: float) -> bool:
-        """Ask the thread to end, and return whether it has.
+        """Ask the thread to end, and return whether it has ended.
 
         After a Python thread has ended, mlx frees its data of that thread, and takes
         the interpreter's lock for this. A process that exits meanwhile aborts, so on
@@ -203,7 +203,7 @@ class Worker:
         """Insert the next request; wait for one if no request runs.
 
         At most one request is inserted before each round, so that running requests do
-        not wait for many.
+        not wait for several insertions.
         """
         wait = 0.0 if any(map(len, self._rows.values())) else IDLE_SECONDS
         while True:

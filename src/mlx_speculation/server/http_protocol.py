@@ -17,7 +17,7 @@ from mlx_speculation.server.config import Limits
 from mlx_speculation.server.metrics import Metrics
 
 # Seconds for a refused client to read its answer: closing a socket with unread bytes
-# resets it, and the answer is lost.
+# resets the connection, and the answer is lost.
 DRAIN_SECONDS = 2.0
 
 

@@ -36,7 +36,7 @@ class Token:
     """A token of an answer, or one that could stand in its place."""
 
     id: int
-    text: str  # the text that it adds to that of the tokens before it
+    text: str  # the text that this token adds to the text before
     logprob: float  # the natural logarithm of its probability
     top: tuple["Token", ...] = ()  # the most probable tokens in its place
     start: int = 0  # number of characters of the text before it

@@ -21,8 +21,8 @@ _SECONDS = (
     *(20.0, 40.0, 80.0, 160.0, 640.0),
 )
 
-# One table for each kind of metric: full names, help texts, and labels. Below, a metric
-# is named without its prefix.
+# One table for each kind of metric: full names, help texts, and labels. The methods of
+# `Metrics` take names without the prefix.
 _LEVELS = (
     ("vllm:num_requests_running", "Rows that are decoded."),
     ("vllm:num_requests_waiting", "Requests without a row."),
@@ -93,7 +93,7 @@ class Metrics:
         (counter.labels(self._model, *label) if label else counter).inc(count)
 
     def watch(self, name: str, read: Callable[[], float]) -> None:
-        """Let a gauge read its value each time the metrics are served."""
+        """Let a gauge call `read` for its value each time the metrics are served."""
         self._levels[name].set_function(read)
 
     def began(self, seconds: float) -> None:

@@ -58,7 +58,7 @@ class Gate:
 
 
 def check_framing(scope: Scope) -> None:
-    """Refuse ambiguous framing, a large head, and versions except 1.0 and 1.1.
+    """Refuse ambiguous framing, a large head, and versions other than 1.0 and 1.1.
 
     If a proxy and this server disagree on where a request ends, a part of one client's
     body is taken for the next client's request. h11 has already refused malformed

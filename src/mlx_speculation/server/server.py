@@ -79,7 +79,7 @@ class Server:
             self._socket.close()
             self.worker.end(PARTING_SECONDS)
             raise
-        # uvicorn calls it for each connection, as it would call a protocol class.
+        # uvicorn calls this for each connection, as it would call a protocol class.
         protocol = partial(BoundedProtocol, limits=settings.limits, metrics=metrics)
         config = uvicorn.Config(
             Api(self.worker, settings, metrics).app(),
@@ -126,7 +126,7 @@ class Server:
         return self._engine_ended
 
     def _close(self) -> None:
-        """Accept no more connections, and close the open ones once they are read."""
+        """Accept no more connections; close open ones once their answers are read."""
         self._http.should_exit = True
         self._thread.join(PARTING_SECONDS)
         for each in tuple(self._http.server_state.connections):

@@ -1,11 +1,12 @@
 """Acceptance of drafts on recorded text that the target wrote.
 
-In greedy text a draft is accepted if it equals the recorded token, as in greedy
+In greedy text a drafted token is accepted if it equals the recorded token, as in greedy
 decoding. In sampled text the probability of acceptance counts instead: sum_v min(P, q)
-of target P and draft q, given the recorded tokens before the draft.
+of target P and drafter q, given the recorded tokens before the drafted one. A slot is a
+position to draft from.
 
-    position d   the share of slots in which drafts 1 to d are all accepted
-    length       the mean number of tokens that a round of `ROUND` drafts emits
+    position d   the share of slots whose drafted tokens 1 to d are all accepted
+    length       the mean number of tokens that a round of `ROUND` drafted tokens emits
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from mlx_speculation.training.kinds.trainee import Trainee
 from mlx_speculation.training.teacher import TargetModel
 from mlx_speculation.training.unroll import Recorded
 
-ROUND = 4  # drafts of a round, for mean lengths
+ROUND = 4  # drafted tokens of a round, for mean lengths
 _ROWS = 16  # dialogues in a batch
 _ROUNDED = 64  # rows are padded to a multiple of this many tokens
 
@@ -32,8 +33,8 @@ class Acceptance:
     """Acceptance of drafts.
 
     Attributes:
-        positions: by depth, the share of slots whose drafts up to it are all accepted.
-        length: mean number of tokens that a round of `ROUND` drafts emits.
+        positions: for each d, the share of slots whose first d tokens are all accepted.
+        length: mean number of tokens that a round of `ROUND` drafted tokens emits.
         rounds: the number of rounds or slots that were averaged.
     """
 
@@ -60,7 +61,7 @@ def check_acceptance(
         The acceptance under "greedy" and "sampled"; a kind without slots is left out.
 
     Raises:
-        InvalidRequestError: every answer is too short for `ROUND` drafts.
+        InvalidRequestError: every answer is too short to draft `ROUND` tokens of.
     """
     depths = trainee.depths(ROUND)
     result: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": []}
@@ -125,7 +126,7 @@ def _shares(
     depths: int,
     longest: int,
 ) -> NDArray[np.float64]:
-    """Return the acceptance of each single draft, [rows, slots, depths]."""
+    """Return the acceptance of each drafted token, [rows, slots, depths]."""
     least = depths + trainee.first  # at least one slot
     length = max(least, *(min(longest, len(each.tokens)) for each in group))
     length += -length % _ROUNDED

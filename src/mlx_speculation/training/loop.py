@@ -24,7 +24,7 @@ from mlx_speculation.training.step import TrainingStep
 
 _GAIN = 0.002  # the smallest increase of the mean accepted length that counts
 _SAVED = 45.0  # seconds after which the state is saved again
-_LOOKED = 10  # the maximum steps of a chunk; losses are read after each chunk
+_LOOKED = 10  # maximum number of steps of a chunk; losses are read after it
 _CHUNK = 8.0  # the maximum seconds of a chunk, unless one step takes longer
 
 
@@ -52,7 +52,7 @@ class TrainingLoop:
     """The steps of one training."""
 
     options: TrainOptions
-    fixed: dict[str, Any]  # options that may not differ when it is resumed
+    fixed: dict[str, Any]  # options that a resumed training may not change
     trainee: Trainee
     stepper: TrainingStep  # makes gradients and applies them
     optimizer: optim.Optimizer

@@ -1,6 +1,6 @@
 """Loss of a drafter against its target's distribution.
 
-At each slot the drafter learns the target's distribution:
+At each slot (position to draft from) the drafter learns the target's distribution:
 
     loss = KL(target || draft) + hard * -log draft(the target's likeliest token)
 

@@ -20,7 +20,7 @@ from mlx_speculation.models.quantize import weight_bytes
 from mlx_speculation.training.kinds.trainee import Trainee
 from mlx_speculation.training.options import BLOCK_LAYERS, TrainOptions
 
-_SHARE = 0.9  # of the available memory may be used
+_SHARE = 0.9  # share of the available memory that may be used
 _GB = 1e9
 
 

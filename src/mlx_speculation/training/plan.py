@@ -1,7 +1,7 @@
 """Plan of a training that fits into a given number of minutes.
 
 Optimizer steps and a few tokens of dialogues are timed on made-up text before any file
-is written. Each phase has a share of the minutes; sizes are reduced until it is enough.
+is written. Each phase has a share of the minutes; sizes are reduced until they fit.
 If even the smallest training does not fit, the error names the minutes that it needs.
 
     phase       share        what has to fit into the share
@@ -26,7 +26,7 @@ from mlx_speculation.training.options import TrainOptions
 DATA, STEPS, EVALUATION = 0.35, 0.4, 0.06
 LEAST_STEPS = 50
 TRIAL = 0.05  # the share of the time that the next larger timed step may take
-LEAST_DIALOGUES = 8  # minimum in a reduced batch, and of held-out ones
+LEAST_DIALOGUES = 8  # minimum of a reduced batch, and of held-out dialogues
 _NARROWEST = 64  # rows are not reduced to fewer slots
 _DATA_SIZES = ("held_out", "batch", "answer_tokens")  # in the order of reduction
 _STEP_SIZES = ("accumulate", "rows", "slots")
@@ -37,13 +37,13 @@ _LEAST = {
     "rows": 1,
     "slots": _NARROWEST,
 }
-_FORWARD = 0.4  # time of a position in an evaluation, relative to a step
+_FORWARD = 0.4  # time of a position in an evaluation, relative to training
 
 # Shares of the minutes after timing. A batch of dialogues that would end after
 # DATA_SHARE is not begun; at DATA_END, answers that are being written are cut; by
 # STEPS_END, the last evaluation must be complete.
 DATA_SHARE, DATA_END, STEPS_END = 0.4, 0.5, 0.88
-_STEP_SHARE = 0.75  # of the remaining time goes to steps, the rest to evaluations
+_STEP_SHARE = 0.75  # share of the remaining time for steps; the rest: evaluations
 _MOST_EVALUATIONS = 5  # of a training with limited minutes
 
 Sizes = dict[str, Any]  # options by name
@@ -76,7 +76,7 @@ class Schedule:
     spent: float = 0.0  # seconds from `began` to the end of timing
 
     def fit(self, options: TrainOptions, rates: Rates) -> Sizes:
-        """Store the rates; return the options to reduce so that the time suffices.
+        """Store the rates; return smaller values of options, so that the time suffices.
 
         Raises:
             InvalidRequestError: the minutes are too few for any training.
@@ -97,7 +97,7 @@ class Schedule:
         return until is not None and time.monotonic() + more > until
 
     def running_out(self, share: float) -> Callable[[], bool]:
-        """Return a function to call after each batch; True: no time for another one."""
+        """Return a function to call after each batch; True: no time for one more."""
         last = time.monotonic()
 
         def stop() -> bool:
@@ -136,7 +136,7 @@ class Schedule:
 def sized(
     options: TrainOptions, rates: Rates, seconds: float, spent: float = 0.0
 ) -> Sizes:
-    """Return the options to reduce so that the training fits into `seconds`.
+    """Return smaller values of options, so that the training fits into `seconds`.
 
     Args:
         options: the requested options.
@@ -178,7 +178,7 @@ def _reduced(
     names: Sequence[str],
     takes_long: Callable[[TrainOptions], bool],
 ) -> TrainOptions:
-    """Return options in which the named ones are halved until the time suffices."""
+    """Return options; those named by `names` are halved until the time suffices."""
     while takes_long(options):
         # Held-out batches smaller than the others would save little.
         least = _LEAST | {"held_out": max(LEAST_DIALOGUES, 2 * options.batch)}

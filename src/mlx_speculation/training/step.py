@@ -54,7 +54,7 @@ class TrainingStep:
 
     Args:
         trainee: the drafter.
-        target: its teacher.
+        target: the drafter's teacher.
         depths: tokens drafted from each slot.
         dtype: the dtype of the drafter's forward.
         checkpoint: whether the backward pass recomputes each depth.
@@ -131,7 +131,7 @@ class TrainingStep:
         every = trainee.slots(tokens, self._depths) if slots is None else slots
 
         def read(depth: int, result: mx.array) -> mx.array:
-            after = depth + trainee.first - 1  # position i + after precedes the draft
+            after = depth + trainee.first - 1  # i + after precedes the drafted token
             rows = teacher.of_slots(after, every)
             weights = at_slots(counts, after + 1, every).astype(mx.float32)
             number = (weights * (rows.likeliest >= 0)).sum()

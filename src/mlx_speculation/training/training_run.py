@@ -221,7 +221,7 @@ class Run:
         return TrainingResult(self.out, ended, written, speeds, pairing)
 
     def _fit(self) -> Sizes:
-        """Return the options to reduce so that the training fits into its minutes.
+        """Return smaller values of options, so that the training fits into its minutes.
 
         Raises:
             InvalidRequestError: the minutes are too few for any training.
@@ -351,7 +351,7 @@ class Run:
         return self.schedule.steps(stepper.seconds(batches) * options.accumulate)
 
     def _stepper(self, trainee: Trainee) -> TrainingStep:
-        """Return the training step, chosen by the available memory."""
+        """Return the training step, with checkpoints if the memory requires them."""
         dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
         checkpoint, needed = choose_checkpoint(
             self.options, self.model, trainee, self._config, dtype.size

@@ -33,7 +33,7 @@ class Recorded:
     inputs: list[mx.array]  # the result of `Trainee.read`, for all slots or more
     tokens: mx.array  # ids [rows, slots + depths + first - 1]
     depths: int  # tokens drafted from each slot
-    # Slots to draft from, int32 [rows, n]; None: all, as for all but block drafters.
+    # Slots to draft from, int32 [rows, n]; None: all. Only block drafters select slots.
     slots: mx.array | None = None
     checkpoint: bool = False  # whether the backward pass recomputes each depth
 
@@ -110,7 +110,7 @@ class _SplitAttention(llama.Attention):
 
 
 def attend_split(attention: llama.Attention) -> None:
-    """Make an attention skip masked products; it then needs an `UnrolledCache`."""
+    """Make an attention layer skip masked products; it then needs `UnrolledCache`s."""
     assert type(attention) is llama.Attention
     attention.__class__ = _SplitAttention
 
@@ -176,8 +176,8 @@ def unroll(
     Args:
         model: the head on its target.
         hidden: the states that slots read at depth 0, [rows, slots, dim].
-        text: the text; a chained head has at least `text.depths` layers. Slot i at
-            depth d reads token i + 1 + d.
+        text: the text; a chained head, whose layer k drafts token k, has at least
+            `text.depths` layers. Slot i at depth d reads token i + 1 + d.
         read: called with each depth, from 0, and its logits [rows, slots, vocab];
             returns the part to keep; with `text.checkpoint` this must be arrays.
 

@@ -42,7 +42,7 @@ LEAST_GAIN = 1.02  # a draft with a smaller speed-up is not recommended
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
-    """Options of the arms, the prompts and the size of a measurement."""
+    """Options of a measurement: drafts and lengths to compare, prompts, its size."""
 
     compare_length: list[int] | None = option(
         None,
@@ -132,7 +132,7 @@ def benchmark(
         notices=[notice for each in generators for notice in each.notices],
         **here,
     )
-    if run.plot is not None:  # last: writing may fail, and the figures are printed
+    if run.plot is not None:  # last: if writing fails, the figures are printed
         from mlx_speculation.cli.plots import draw
 
         with writing("--plot", run.plot) as file:
@@ -206,7 +206,7 @@ def _lengths(given: int | None, others: Sequence[int]) -> list[int | None]:
 def _prompts(
     tokenizer: Any, template: TemplateOptions, given: Sequence[str], *, chat: bool
 ) -> list[list[int]]:
-    """Return the ids of the given prompts or the bundled ones, as texts or messages."""
+    """Return the ids of the given, else the bundled prompts; `chat`: as messages."""
     bundled = chat_prompts() if chat else reversed(one_prompt_per_group())
     texts = given or [each.text for each in bundled]
     if chat:

@@ -87,7 +87,7 @@ def _measured(
 
 
 def _by_context(costs: Mapping[int, Any]) -> dict[int, Any]:
-    """Return a table by context length instead of its bucket."""
+    """Return a table keyed by context length instead of by bucket."""
     return {512 * 2**bucket: table for bucket, table in costs.items()}
 
 

@@ -134,7 +134,7 @@ def _verdict(judged: "RowVerdict", compared: Compared | None, *, same: bool) -> 
 
 
 def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
-    """Check exact mode up to a context, print the verdict, and save it."""
+    """Check exact mode up to a context length, print the verdict, and save it."""
     here = begin(pair.blas, screen)
     from mlx_speculation.caches import FixedShape
     from mlx_speculation.engine.equivalence.exact_rows import check_exact

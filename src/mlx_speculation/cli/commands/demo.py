@@ -143,7 +143,7 @@ def _bundled() -> Iterator[_Target]:
 
 
 def _published(folder: Path) -> Iterator[_Target]:
-    """Yield a chat model with the bundled head and a lookup; no head: with "auto"."""
+    """Yield a chat model with the bundled head and a lookup, or with "auto"."""
     from mlx_speculation import CascadeDraft, load
 
     head = smollm2_head()
@@ -152,7 +152,7 @@ def _published(folder: Path) -> Iterator[_Target]:
 
 
 class _Teller:
-    """One target with and without drafts, each with its own prefix cache."""
+    """Two generators of a target, with and without drafts, each with a prefix cache."""
 
     def __init__(
         self, target: _Target, max_tokens: int, length: int | None, screen: Screen
@@ -179,7 +179,7 @@ class _Teller:
             generator.generate(text, max_tokens=8, draft_length=self._draft_length)
 
     def compare(self, story: Story) -> _Comparison:
-        """Stream each answer with drafts, then generate the plain one."""
+        """Stream each answer with drafts, then generate it without drafts."""
         screen, compared = self._screen, _Comparison(self._name, story.name)
         messages: list[dict[str, str]] = []
         if story.system is not None:
@@ -267,7 +267,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
 
 
 def _sameness(row: _Comparison) -> str:
-    """Return "yes", or a difference's index; near-ties only if there are no others."""
+    """Return "yes", or a difference's index; a near-tie's only if there is no other."""
     partings = [turn.parting for turn in row.turns if turn.parting is not None]
     if not partings:
         return "yes"

@@ -92,7 +92,7 @@ def find_facts() -> tuple[Facts, dict[str, Any]]:
 
 
 def _mlx() -> tuple[str | None, str | None, dict[str, Any]]:
-    """Return why mlx cannot be imported, its backend, and its device."""
+    """Return why mlx cannot be imported, mlx's backend, and mlx's device."""
     try:
         import mlx.core as mx
 

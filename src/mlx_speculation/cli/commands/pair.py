@@ -90,7 +90,7 @@ def pair(
 
 
 def _offered(draft: str, describe: Callable[[], str]) -> Offered:
-    """Return a draft with its description, or the error of `describe`."""
+    """Return a draft with its description, or with the error of `describe`."""
     try:
         return Offered(draft, True, describe())
     except SpeculationError as error:
@@ -115,7 +115,7 @@ def _file(folder: Path) -> str:
 
 
 def _head(folder: Path, target: "nn.Module") -> str:
-    """Describe the MTP head of a folder and its files, without trying it."""
+    """Describe the MTP head of a folder, and its files; the head is not tried."""
     from mlx_speculation.models.mtp import find_mtp_head
 
     result = find_mtp_head(folder, target)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mlx_speculation.server import Server
 
 KEY = "MLX_SPECULATION_API_KEY"
-# Upper limit of the context in `agent_lines`, for models without one in their config.
+# The context in `agent_lines` is at most this; the config of a model may set no limit.
 MOST_CONTEXT = 1 << 20
 LOOK_SECONDS = 0.5
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -191,7 +191,7 @@ def serve(
 def _until_stopped(
     server: "Server", settings: "Settings", screen: Screen, grace: float
 ) -> None:
-    """Serve until a signal, then end within `grace` seconds; a second ends at once."""
+    """Serve until a signal; end within `grace` seconds, at once at a second signal."""
     server.start()
     with suppress(KeyboardInterrupt):
         screen.say(f"{settings.names[0]} is served at {server.url}/v1")
@@ -199,7 +199,7 @@ def _until_stopped(
         screen.say("To use an agent with it, run its command in another terminal:")
         for agent, line in agent_lines(server.url, settings.names[0], context).items():
             typer.echo(f"\n# {agent}\n{line}", err=True)  # unwrapped, to be copied
-        # Wait with a timeout: a signal that another thread receives ends no wait here.
+        # With a timeout: a signal that another thread receives does not end this wait.
         while not threading.Event().wait(LOOK_SECONDS):
             pass
     screen.say("ending")

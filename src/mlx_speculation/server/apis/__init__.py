@@ -7,5 +7,5 @@
     responses     the Responses API: items in and out, sequence numbers
 
 An invalid body raises an `ApiError` that names the field. These modules do not depend
-on sockets, threads and models.
+on sockets, threads or models.
 """

@@ -168,7 +168,7 @@ class ChatFace(OpenAIFace):
     kinds = ("chat.completion", "chat.completion.chunk")
     fields = ("message", "delta")
     read = staticmethod(chat_request)
-    _calls = 0  # of the text so far
+    _calls = 0  # number of calls in the text so far
 
     def open(self, prompt_tokens: int) -> Iterable[bytes]:
         """Send the role of the first text."""
@@ -226,7 +226,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _entry(one: Token) -> dict[str, Any]:
-    """Return one token, with its id as in mlx-lm's server.
+    """Return one token; its id is added, as in mlx-lm's server.
 
     If the token's text is a part of a character, the token's bytes are unknown.
     """

@@ -59,14 +59,14 @@ class StreamOptions(StrictModel):
 
 
 class ResponseFormat(StrictModel, TextFormat):
-    """The format of a text; an object holds a schema together with its name."""
+    """The format of a text; `json_schema` is an object with a schema and a name."""
 
     where: ClassVar[str] = "response_format."
     advice: ClassVar[str] = "A schema is given as response_format.json_schema.schema."
 
     @classmethod
     def check_names(cls, values: Object) -> None:
-        """Take the schema out of its object."""
+        """Take the schema out of `json_schema`."""
         named = values.pop("json_schema", None)
         super().check_names(values)
         if named is not None:

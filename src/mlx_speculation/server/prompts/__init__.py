@@ -4,5 +4,5 @@
     fitted          messages fitted to these traits
     rendering       token ids, the state in which the answer begins, and its marks
 
-These modules do not depend on HTTP and the APIs. Of a request they use only the chat.
+These modules do not depend on HTTP or the APIs. Of a request they use only the chat.
 """

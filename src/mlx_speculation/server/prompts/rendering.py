@@ -1,6 +1,6 @@
 """Token ids of a chat, the state in which its answer begins, and the answer's marks.
 
-`prompts` does not import this module, which imports all of mlx-lm's server.
+`prompts/__init__.py` does not import this module, which imports mlx-lm's whole server.
 """
 
 import threading

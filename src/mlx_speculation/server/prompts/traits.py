@@ -36,7 +36,7 @@ class Traits:
     tools: bool = True  # renders descriptions of tools
     calls: bool = True  # renders tool calls, and results of the role tool
     text_arguments: bool = False  # needs arguments of calls as JSON text, not objects
-    short_ids: bool = False  # needs ids of calls of nine letters and digits
+    short_ids: bool = False  # needs call ids of nine letters and digits
 
 
 def probed(render: Render, *, has_tool_calls: bool) -> Traits:

@@ -8,8 +8,8 @@ A client could make the server ask other machines, so requests are limited:
     size     bytes, counted while they are read
     time     seconds from the look-up of the host to the last byte
 
-The host is resolved once, and the socket is opened to an address that was checked: a
-host that resolves to another address a moment later changes nothing. Proxies of the
+The host is resolved once, and the socket is opened to an address that was checked: if
+the host resolves to another address a moment later, that has no effect. Proxies of the
 environment are not used. Decoding, not Content-Type, shows if the bytes are an image.
 """
 
@@ -46,7 +46,7 @@ def fetch_image(url: str, limits: Limits, *, private: bool = False) -> bytes:
         addresses = _addresses(parts.hostname or "", port, private=private)
         with _socket_to(addresses, port, parts, deadline) as opened:
             result = _body(opened, parts, limits.image_bytes)
-        if time.monotonic() >= deadline:  # `_cut` looks like the end of the answer
+        if time.monotonic() >= deadline:  # a cut connection looks like an ended answer
             raise TimeoutError
         return result
     except (OSError, HTTPException, ValueError) as error:

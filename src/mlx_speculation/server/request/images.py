@@ -1,7 +1,7 @@
 """The images of a chat: data URLs, files under the allowed folder, and fetched URLs.
 
-Nothing is fetched unless fetching is switched on. The error of an image that is too
-large, of no known format or outside of the folder names its part of the request.
+Nothing is fetched unless fetching is switched on. If an image is too large, of an
+unknown format or outside of the folder, the error names its part of the request.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Bodies of requests: from bytes to pydantic models, and errors in the APIs' form.
 
-A null counts as not given. Types are strict: a number in quotes is no number.
+A null counts as a missing field. Types are strict: a number in quotes is no number.
 """
 
 import json
@@ -15,7 +15,7 @@ from mlx_speculation.server.api_errors import ApiError, invalid
 
 DEEPEST = 64
 Object = dict[str, Any]
-# Text of a field of little weight: a value of another type counts as empty.
+# Text of an unimportant field: a value of another type counts as empty.
 Loose = Annotated[str, BeforeValidator(lambda it: it if isinstance(it, str) else "")]
 
 
@@ -23,8 +23,8 @@ def parsed(raw: bytes) -> Object:
     """Return the object that a body holds.
 
     Raises:
-        ApiError: it is no UTF-8, no JSON or no object, is nested too deeply, or holds
-            half of a surrogate pair or a number that is not finite.
+        ApiError: the body is not UTF-8, not JSON or not an object, is nested too
+            deeply, or holds half of a surrogate pair or a number that is not finite.
     """
     try:
         body = parse_json(raw, finite=True, deepest=DEEPEST)

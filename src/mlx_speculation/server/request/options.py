@@ -83,8 +83,8 @@ class Speculative(StrictModel):
 class TextOptions(RequestModel):
     """Options that the requests of all APIs may have."""
 
-    lengths: ClassVar[Sequence[str]] = ()  # length fields; the first given one counts
-    any_model: ClassVar[bool] = False  # True: accept any name, cut a large length
+    lengths: ClassVar[Sequence[str]] = ()  # length fields; the first one set counts
+    any_model: ClassVar[bool] = False  # True: accept any name, cap the length
 
     model: str | None = None
     stream: bool = False

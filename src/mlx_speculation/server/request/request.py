@@ -22,7 +22,7 @@ class Chat:
     # Further tools, which are described in a message.
     deferred: tuple[dict[str, Any], ...] = ()
     template_args: dict[str, Any] = field(default_factory=dict)
-    # In the order of the image parts: bytes of files, which `opened` decodes.
+    # The images in the order of their parts: bytes of files, decoded by `opened`.
     images: tuple[Any, ...] = ()
 
 

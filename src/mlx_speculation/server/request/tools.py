@@ -1,11 +1,12 @@
 """Tools of a request in the forms of all APIs, and those that have to be called.
 
-    namespace   its tools have flat names in the chat template; answers have both names
+    namespace   its tools get flat names, NAMESPACE__NAME, in the chat template; answers
+                give the namespace and the name
     custom      a tool that takes a text becomes a function with the argument "input"
     deferred    not in the template's list, but described in a message that refers to it
     other kinds, which the provider's servers would run, are ignored
 
-Flat and nested forms are read alike: {"type": "function", "name": ...} and
+Two forms are read alike: {"type": "function", "name": ...} and
 {"type": "function", "function": {"name": ...}}.
 """
 
@@ -54,7 +55,7 @@ class ToolBody(NestedModel):
 
 
 class Choice(NestedModel):
-    """The tools that may be called, or have to be."""
+    """The tools that may be called, or of which one has to be called."""
 
     namespace: Loose = ""
     mode: str = "auto"
@@ -64,7 +65,7 @@ class Choice(NestedModel):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A tool's own name and namespace, as a call of an answer gets them."""
+    """A tool's own name and namespace, as a call in an answer names them."""
 
     name: str
     namespace: str | None = None
@@ -125,7 +126,7 @@ class Toolbox:
     def _named(
         self, choice: Choice, functions: Collection[str], *, forced: bool = False
     ) -> str:
-        """Return the flat name of a known tool; empty: one of an ignored kind."""
+        """Return the flat name of a known tool; empty: the tool's kind is ignored."""
         name = flat(choice.name, choice.namespace)
         runs = choice.type in ("function", "custom", "tool")
         if runs and name in functions:

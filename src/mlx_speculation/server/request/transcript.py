@@ -77,7 +77,7 @@ class Conversation:
         self._called: set[str] = set()  # ids of all calls
 
     def system(self, blocks: Sequence[Block], where: str) -> None:
-        """Add a system message, first or later, without a client's billing line."""
+        """Add the first or a later system message, without a client's billing line."""
         parts = self._parts(blocks, where)
         texts = [BILLING.sub("", part.get("text", "")) for part in parts]
         between = "\n\n" if self._between else ""
@@ -246,7 +246,7 @@ def _without_images(results: Sequence[Message]) -> Iterator[Message]:
 
 
 def _with_reminders(messages: Iterator[Message]) -> list[Message]:
-    """Return messages with one system message, and later ones within user turns."""
+    """Return messages with one system message; later ones become reminders."""
     leading: list[str] = []
     turns: list[Message] = []
     reminds = False  # whether the last turn holds reminders only

@@ -6,8 +6,9 @@
                        their number and resources, and makes errors for clients
     constraint         a `Constraint` whose masks a child computes
     tool_calls         the grammar of a tool call that a request forces
-    after_thinking     a constraint that begins after the thinking, and its budget
+    after_thinking     a constraint that begins after the thinking, and a budget for the
+                       thinking
 
 Compiling a schema of 1 KB can take any amount of time and memory. A child process has
-limits for both. The engine waits for single masks only.
+limits for both. The engine waits for single masks, never for a compilation.
 """

@@ -99,7 +99,7 @@ class ThinkingState:
 
     @property
     def _next(self) -> int:
-        """The mark's next token, after the part of the mark that ends the text."""
+        """The mark's next token; the text may already end with a part of the mark."""
         mark, tail = self._whole.mark, self._tail
         ends = range(len(tail) + 1)
         return mark[max(n for n in ends if tail[len(tail) - n :] == mark[:n])]

@@ -1,8 +1,8 @@
 """Schema compilers: the number of child processes, their limits and errors.
 
-A child lives from the compilation of its schema to the end of the text. There are at
-most `Limits.schemas` children, and further requests wait. This bounds the memory of all
-children together.
+A template process forks a child for each schema. A child lives from the compilation of
+its schema to the end of the text. There are at most `Limits.schemas` children, and
+further requests wait. This bounds the memory of all children together.
 """
 
 import json
@@ -43,7 +43,7 @@ from mlx_speculation.server.schemas.template_process import (
 LOG = logging.getLogger("mlx_speculation.server")
 PROGRAM = Path(__file__).with_name("template_process.py")
 POLL_SECONDS = 0.05
-# Time limits of the template: to read the tokenizer, and to fork or end a child.
+# Time limits of the template process: to read the tokenizer; to fork or end a child.
 START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
 # Seconds that each mask adds to the time that all masks of a text may take.
 STEP_SECONDS = 0.02
@@ -241,7 +241,7 @@ class SchemaCompilers:
     def _fork(
         self, tokenizer: Any, waiting: Callable[[], None]
     ) -> tuple[Template, ChildProcess]:
-        """Return a new child of the template, which is started if it does not run."""
+        """Return the template, started if it does not run, and a new child of it."""
         with self._lock:
             waiting()
             if self._template is not None and not self._template.alive:

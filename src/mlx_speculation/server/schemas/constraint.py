@@ -1,8 +1,8 @@
 """A schema as a `Constraint` whose masks a child process computes.
 
-The child has one matcher, which has consumed the tokens of one state. For the mask of
-another state it rolls back to the common prefix of both, then consumes the rest. A mask
-takes one message each way, about 0.1 ms on a Linux CPU.
+The child has one matcher of llguidance, which has consumed the tokens of one state. For
+the mask of another state it rolls back to the states' common prefix, then consumes the
+rest. A mask takes one message each way, about 0.1 ms on a Linux CPU.
 """
 
 import json
@@ -56,7 +56,7 @@ class SchemaConstraint:
                 self._leave(False)
 
     def after(self, path: tuple[int, ...]) -> tuple[NDArray[np.bool_], bool]:
-        """Return which ids may follow `path`, bool [ids], and whether it may end.
+        """Return which ids may follow `path`, bool [ids], and whether the text may end.
 
         Raises:
             ConstraintError: a limit was hit, or the child has ended.

@@ -137,7 +137,7 @@ def _child(descriptor: int, tokens: Any, limits: dict[str, Any]) -> None:
 
 
 def _ended(process: int, children: set[int]) -> int:
-    """Kill a child of this process and return its exit status; 0 for other ids."""
+    """Kill a child of this process and return its wait status; 0 for other ids."""
     if process not in children:
         return 0
     children.discard(process)

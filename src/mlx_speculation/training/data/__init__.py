@@ -8,5 +8,5 @@
     row_batches   rows of one shape, in an order determined by a seed
     draft_ids     the token ids that a draft needs most
 
-These modules do not depend on drafters and optimizers.
+These modules do not depend on drafters or optimizers.
 """

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-LEAST = 16  # least length of a cut answer; a shorter one could not evaluate a draft
+LEAST = 16  # least length of a cut answer; shorter ones cannot evaluate a draft
 
 
 def write_answers(

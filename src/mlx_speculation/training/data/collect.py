@@ -46,7 +46,7 @@ class Collector:
         dialogues: Dialogues,  # the file to fill
         # Called with the number of dialogues, and the number wanted
         report: Callable[[int, int], None],
-        # Called before each batch to learn from but the first; True ends the collection
+        # Called before each batch to learn from except the first; True: no more batches
         stop: Callable[[], bool] = lambda: False,
         # Called while answers are written; True cuts them
         cut: Callable[[], bool] = lambda: False,
@@ -78,7 +78,7 @@ class Collector:
                 )
 
     def _next(self, dialogues: Dialogues) -> tuple[float | None, int]:
-        """Return a held-out batch's temperature or None, and the size of the batch."""
+        """Return the next batch's temperature if held out, else None, and its size."""
         most = self._options.batch
         if self._options.own_share == 0:
             most = min(most, len(self._prompts) - dialogues.used)
@@ -94,9 +94,9 @@ class Collector:
     def _batch(
         self, dialogues: Dialogues, held_out: float | None, count: int
     ) -> tuple[list[Dialogue], int]:
-        """Return a batch of dialogues, and the number of used prompts of the file.
+        """Return a batch of dialogues, and how many prompts of the file it used.
 
-        `held_out` is the temperature of a held-out batch; None: one to learn from.
+        `held_out`: the temperature of a held-out batch; None: a batch to learn from.
         """
         number, options = dialogues.batches, self._options
         temperature = TEMPERATURES[number % 2] if held_out is None else held_out
@@ -113,7 +113,7 @@ class Collector:
                 seed=seed,
             )
         answers = self._answers(prompts, temperature, seed + 1)
-        whole = held_out is None  # prompts of the target's own are learned too
+        whole = held_out is None  # then prompts by the target are learned too
         pairs = zip(prompts, answers, [True] * len(prompts), strict=True)
         made = [*pairs, *self._conversations(dialogues.used, used, temperature, seed)]
         result = []

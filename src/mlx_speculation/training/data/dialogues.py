@@ -31,8 +31,8 @@ class Dialogue:
     """A prompt and its answer."""
 
     tokens: NDArray[np.uint32]  # uint32 [n]
-    # bool [n], whether a token is one to learn: tokens of answers, and of prompts to
-    # learn from that the target wrote
+    # bool [n], whether a token is one to learn: those of answers, and those of prompts
+    # that the target wrote, unless the dialogue is held out
     counts: NDArray[np.bool_]
     evaluates: bool  # whether the dialogue is held out for evaluation
     own_prompt: bool  # whether the target wrote the prompt too

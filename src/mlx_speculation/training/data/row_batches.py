@@ -2,7 +2,7 @@
 
 Each pass shuffles the dialogues, joins them to one text and cuts that into rows, so
 rows have no padding. The last tokens of a row, which its last slots draft, are also the
-first tokens of the next row. No slot belongs to two rows.
+first tokens of the next row. No slot (position to draft from) belongs to two rows.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class RowBatches:
         return self._count // self._rows
 
     def batch(self, number: int) -> RowBatch:
-        """Return the batch of a number, from 0 on."""
+        """Return batch `number`, counted from 0."""
         epoch, place = divmod(number, self.per_pass)
         stream = self._stream(epoch)
         length = self._slots + self._more
@@ -65,7 +65,7 @@ class RowBatches:
     def _chosen(
         self, number: int, counts: NDArray[np.bool_]
     ) -> NDArray[np.int32] | None:
-        """Return random slots, preferably ones whose first draft is one to learn."""
+        """Return random slots, preferably ones whose first drafted token is learned."""
         if self._anchors is None:
             return None
         draw = np.random.default_rng([self._seed, number, 2]).random(
@@ -84,7 +84,7 @@ class RowBatches:
             result = [self._dialogues[number] for number in order]
             tokens = np.concatenate([each.tokens for each in result])
             counts = np.concatenate([each.counts for each in result])
-            # A pass does not use the rest at its end; the shift varies that rest.
+            # A pass leaves out some tokens at its end; the shift varies which ones.
             shift = int(np.random.default_rng([self._seed, epoch, 1]).integers(1 << 30))
             shift %= len(tokens)
             joined = RowBatch(np.roll(tokens, -shift), np.roll(counts, -shift))

@@ -2,8 +2,8 @@
 
 The files have the format of z-lab's DFlash and SpecForge's DSpark: config.json has the
 sizes at its top level and the settings of blocks in `dflash_config`. DFlash drafts one
-token per mask of a block. DSpark also drafts one token for the anchor. Its Markov head
-adds logits to each draft that depend on the token before that draft.
+token per mask of a block. DSpark also drafts one token for the anchor, the known token
+that begins a block. DSpark's Markov head adds logits that depend on the token before.
 
 A drafter that drafts only some ids has its own output layer, which is trained. A
 drafter of all ids uses the target's output layer. Both use the target's embedding.
@@ -46,12 +46,12 @@ class BlockTrainee(NewHead):
         options: the kind, the sizes of the drafter and its blocks, the seed.
         model: the target.
         config: the content of the target's config.json.
-        ids: the token ids to draft, in order; None: all, with the target's output.
+        ids: token ids to draft, in order; None: all, with the target's output layer.
         mask: the id of mask tokens.
 
     Raises:
         UnsupportedModelError: the layers, entry or norm of the target were not found.
-        InvalidRequestError: the target has no such layer.
+        InvalidRequestError: the options name a layer that the target lacks.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class BlockTrainee(NewHead):
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from slots; see `Trainee.run`.
 
-        The Markov head reads recorded tokens instead of drafts.
+        The Markov head reads recorded tokens instead of drafted ones.
         """
         head, tokens, depths = self.module, text.tokens, text.depths
         n, checkpoint, slots = self.slots(tokens, depths), text.checkpoint, text.slots
@@ -144,7 +144,7 @@ class BlockTrainee(NewHead):
         depths: int,
         checkpoint: bool,
     ) -> mx.array:
-        """Return the drafts' states after the norm, [rows, blocks, depths, dim]."""
+        """Return drafted tokens' states after the norm, [rows, blocks, depths, dim]."""
         anchors = mx.take_along_axis(tokens, slots + 1, axis=1)
         caches = [BlocksCache(slots, checkpoint=checkpoint) for _ in self.module.layers]
         flat = self.dflash.rows(context, anchors.reshape(-1, 1), caches, depths)
@@ -154,8 +154,8 @@ class BlockTrainee(NewHead):
         """Return logits [rows, blocks, ids] of states [rows, blocks, dim].
 
         Args:
-            states: the state of one draft of each block.
-            before: the recorded token before that draft, [rows, blocks].
+            states: the state of one drafted token of each block.
+            before: the recorded token before that token, [rows, blocks].
         """
         logits: mx.array = self.module.logits(states, self.taps)
         markov = self.module.get("markov_head")
@@ -172,7 +172,7 @@ def begin_near(head: DFlashHead) -> None:
 
     With small random matrices attention would begin as a mean over the whole context,
     and training would take long to find the position before the anchor. Here queries
-    use the matrix of the keys, so similar rows attend to each other, most to near rows.
+    use the matrix of the keys, so rows attend to similar rows, and most to near ones.
     """
     wide = head.fc.weight
     dim = wide.shape[0]
@@ -197,7 +197,7 @@ def usual_layers(count: int) -> list[int]:
 
 
 def mask_id(tokenizer: Any, width: int) -> int:
-    """Return the id of the mask: one that the tokenizer does not use, or a special one.
+    """Return the id of the mask: one that the tokenizer does not use, or a special id.
 
     Args:
         tokenizer: the target's tokenizer.

@@ -62,7 +62,7 @@ def check_trainee(
     """Refuse options and targets for which no trainee can be made.
 
     Raises:
-        InvalidRequestError: the target has no such layer.
+        InvalidRequestError: the options name a layer that the target lacks.
         ModelFolderError: the draft cannot be made, or the target has no MTP head.
         TokenizerMismatchError: the draft has other token ids.
         UnsupportedModelError: the target lacks a part that the draft reads, or the

@@ -36,7 +36,7 @@ class EagleTrainee(NewHead):
     Raises:
         UnsupportedModelError: the layers, embedding or norm of the target were not
             found.
-        InvalidRequestError: the target has no such layer.
+        InvalidRequestError: the target lacks one of `layers`.
     """
 
     kind = "eagle"

@@ -1,4 +1,4 @@
-"""Further training of a target's MTP head: most heads learned to draft one token.
+"""Further training of a target's MTP head: most were trained to draft one token.
 
 The head is written to its own folder in the form in which mlx runs it: norm weights are
 the factors that are applied, and one array holds the experts of a layer.
@@ -76,7 +76,7 @@ class MtpTrainee(Trainee):
         self._mtp = Mtp(head, self.taps)
 
     def read(self, states: States) -> list[mx.array]:
-        """Return the states before or after the target's last norm, by convention."""
+        """Return the states before or after the last norm, as the convention says."""
         return [self._states(states)]
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:

@@ -24,12 +24,12 @@ class NewHead(Trainee):
 
     Args:
         model: the target.
-        ids: the token ids to draft, in order; None: all, with the target's output.
+        ids: token ids to draft, in order; None: all, with the target's output layer.
         layers: the layers of the target to read.
         after_norm: whether the drafter reads the last layer after the norm.
 
     Raises:
-        InvalidRequestError: the target has no such layer, or one is named twice.
+        InvalidRequestError: the target lacks a layer, or a layer is named twice.
     """
 
     _config: dict[str, Any]  # the drafter's config.json

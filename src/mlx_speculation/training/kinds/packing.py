@@ -38,7 +38,7 @@ def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]
             stored[name] = value.astype(mx.bfloat16)
         else:
             stored[name] = value
-    # config.json states the largest group size; loading infers that of each matrix.
+    # config.json states the largest group size; loading infers each matrix's own.
     said = {"group_size": max(used), "bits": bits} if used else {}
     return stored, {"quantization": said} if said else {}
 

@@ -74,7 +74,7 @@ class SmallModelTrainee(Trainee):
         return []
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
-        """Draft from all slots; every draft is made after recorded tokens.
+        """Draft from all slots; every token is drafted after recorded tokens.
 
         `text.checkpoint` is ignored.
         """

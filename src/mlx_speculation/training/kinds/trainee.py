@@ -11,10 +11,10 @@ from mlx_speculation.training.unroll import Made, Read, Recorded
 
 
 class Trainee(ABC):
-    """A drafter in training.
+    """A drafter in training; a slot is a position of a text from which it drafts.
 
     Attributes:
-        kind: the kind of `TrainOptions`.
+        kind: the value of `TrainOptions.kind`.
         module: the module with the trained weights; it may also have frozen ones.
         taps: the target's hidden states that the drafter reads; None: it reads none.
         ids: the target's id of each column of the logits, uint32 [n]; None: all ids.

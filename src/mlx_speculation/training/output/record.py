@@ -40,7 +40,7 @@ def described(
 def write_record(
     folder: Path,  # the draft's folder
     target: str,  # the target's name
-    options: Mapping[str, Any],  # the options that may not differ when it is resumed
+    options: Mapping[str, Any],  # the options that a resumed training may not change
     progress: Progress,
     data: Mapping[str, Any],  # files and counts of the texts
     lookup: Mapping[str, Acceptance],  # acceptance of prompt lookup on the same text

@@ -53,7 +53,7 @@ def measured(
 
     Returns:
         The speeds (None: not measured), and the reason why speculation.json should not
-        name the draft.
+        name the draft (empty: none).
     """
     prompts = [
         [int(token) for token in each.tokens[: int(each.counts.argmax())]]
