@@ -24,7 +24,7 @@ _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 class JsonFlawError(ValueError):
-    """Flaw of a JSON text or file; the message, "is not JSON", continues a sentence."""
+    """Flaw of a JSON text or file; its message lacks a subject, as in "is not JSON"."""
 
 
 def parse_json(

@@ -1,8 +1,8 @@
 """Automatic choice of a BLAS, for programs that choose none themselves.
 
-`mlx_speculation.before_mlx` calls it. The environment variable `MLX_SPECULATION_BLAS`
-may be "auto" (the default), "openblas" or "stock". No BLAS is chosen if mlx computes
-with CUDA, or if the program has loaded another BLAS before mlx.
+`mlx_speculation.before_mlx` calls this module. The environment variable
+`MLX_SPECULATION_BLAS` may be "auto" (the default), "openblas" or "stock". No BLAS is
+chosen if mlx computes with CUDA, or if the program has loaded another BLAS before mlx.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Console of commands: tables, notes and progress on stderr, one JSON object on stdout.
+"""Console of commands: results on stdout, as text or JSON; other lines on stderr.
 
 On a terminal, progress is a bar that disappears at the end. In other outputs it is a
 line every 15 seconds.

@@ -10,7 +10,7 @@
     answering       answers a request of any API
     answer_parts    text, reasoning and tool calls of an answer
     job             passes one text between its connection and the engine
-    engine_thread   takes jobs, and runs rounds for each draft and mode
+    engine_thread   takes jobs, and runs rounds for each draft and mode (exact or not)
     batch_runner    runs jobs as rows of a `BatchGenerator`
     schemas/        JSON schemas, compiled in processes with limits
 

@@ -141,7 +141,7 @@ def _shares(
     temperature = group[0].temperature
 
     def read(depth: int, logits: mx.array) -> NDArray[np.float64]:
-        """Return shares as numbers, so memory holds the logits of one depth only."""
+        """Return shares as an array, so memory holds the logits of one depth only."""
         after = depth + trainee.first
         if not temperature:
             column = mx.argmax(logits, axis=-1)
@@ -158,7 +158,7 @@ def _shares(
 
 
 def _summed(parts: Sequence[NDArray[np.float64]], *, walk: bool) -> Acceptance:
-    """Return the acceptance of parts [slots, depths].
+    """Return the acceptance of dialogues, each a part [slots, depths].
 
     With `walk` the lengths are those of consecutive rounds, else those of all slots.
     """

@@ -143,7 +143,7 @@ def _bundled() -> Iterator[_Target]:
 
 
 def _published(folder: Path) -> Iterator[_Target]:
-    """Yield a chat model with the bundled head and a lookup, or with "auto"."""
+    """Yield a chat model; its draft: the bundled head and a lookup, else "auto"."""
     from mlx_speculation import CascadeDraft, load
 
     head = smollm2_head()

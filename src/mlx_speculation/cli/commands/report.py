@@ -99,7 +99,7 @@ def report(
 def _run(
     stages: Mapping[str, Sequence[str]], screen: Screen
 ) -> tuple[dict[str, Measured], str | None]:
-    """Run the commands; return each one's shared fields, and the one Ctrl-C ended."""
+    """Run the commands; return their shared fields, and which one was interrupted."""
     measured: dict[str, Measured] = {}
     for number, (name, words) in enumerate(stages.items(), 1):
         title = f"{number} of {len(stages)}: {name}"

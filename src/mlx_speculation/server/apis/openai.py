@@ -1,6 +1,6 @@
 """Legacy completions, which continue texts or lists of token ids.
 
-Chat Completions share their fields, chunks and choices.
+Chat Completions have the same fields, chunks and choices.
 """
 
 import time
@@ -26,8 +26,8 @@ from mlx_speculation.server.request.options import (
 )
 from mlx_speculation.server.request.request import GenerationRequest
 
-# Length if neither the request nor --max-tokens gives one: unlike an answer, a text has
-# no end of turn at which the model would stop.
+# Length if neither the request nor --max-tokens gives one: unlike the answer in a chat,
+# a continued text has no end of turn at which the model would stop.
 TEXT_LENGTH = 512
 FINGERPRINT = f"mlx-speculation-{__version__}"
 Alternatives = Annotated[int, Field(ge=-1, le=20)]  # -1: none, as in mlx-lm

@@ -2,8 +2,8 @@
 
 Kinds of tools:
 
-    namespace   a group of tools; the chat template names a tool NAMESPACE__NAME, an
-                answer gives the namespace and the tool's own name
+    namespace   a group of tools; the chat template names a tool NAMESPACE__NAME, and
+                an answer gives the namespace and the tool's own name
     custom      a tool that takes a text becomes a function with the argument "input"
     other kinds, which OpenAI's servers would run, are ignored
 

@@ -23,7 +23,7 @@ from mlx_speculation.server.request.tools import Function
 SEEDS = 2**64
 # Each token is compared with every beginning of a stop text.
 MOST_STOPS, LONGEST_STOP = 16, 500
-# The time that a grammar takes grows with the square of this, and delays all requests.
+# A grammar takes time that grows with the square of its size, and delays all requests.
 LARGEST_SCHEMA = 1 << 15
 # Logits are divided by a repetition penalty, and have to stay finite.
 SMALLEST_DIVISOR = 0.01

@@ -7,8 +7,8 @@
     own           uint8 [dialogues], whether the target wrote the prompt too
     temperature   float32 [dialogues], of the answer
 
-The metadata are the target, the number of batches written, and the number of used
-prompts of the file of prompts. The file is replaced atomically.
+The metadata are the target, the number of batches written, and the number of prompts
+used from the file of prompts. The file is replaced atomically.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,7 +47,7 @@ class Dialogues:
     target: str  # the fingerprint of the target that wrote them
     dialogues: list[Dialogue] = field(default_factory=list)  # those of `file`
     batches: int = 0  # number of batches written
-    used: int = 0  # number of used prompts of the file of prompts
+    used: int = 0  # number of prompts used from the file of prompts
     others: list[Dialogue] = field(default_factory=list)  # from further files
 
     @classmethod
@@ -112,7 +112,7 @@ class Dialogues:
 
         Args:
             more: the dialogues of the batch.
-            used: the number of prompts of the file of prompts that the batch used.
+            used: the number of prompts that the batch used from the file of prompts.
         """
         self.dialogues.extend(more)
         self.batches += 1

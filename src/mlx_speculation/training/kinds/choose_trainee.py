@@ -78,8 +78,8 @@ def check_trainee(
 def learning_rate(options: TrainOptions, dim: int) -> float:
     """Return the peak learning rate.
 
-    The rate of a new head falls with the hidden size `dim`: 1.5e-3 was measured at 576,
-    and 1e-4 to 2e-4 are usual at 4,096.
+    The rate of a new head falls with the hidden size `dim`: measurements at 576
+    gave 1.5e-3, and 1e-4 to 2e-4 are usual at 4,096.
     """
     if options.rate is not None:
         return options.rate

@@ -1,8 +1,8 @@
 """A new EAGLE-3 head for a target, and its files in a dialect that engines share.
 
-SGLang, SpecForge and vLLM read this dialect. `eagle_config` lists the layers, the head
-recycles the state before the last norm, and each tapped layer has a norm of its own
-before `fc` (EAGLE-3.1).
+SGLang, SpecForge and vLLM read this dialect. In it `eagle_config` lists the layers, the
+head feeds back its state before the last norm, and each tapped layer has a norm of its
+own before `fc` (EAGLE-3.1).
 """
 
 from collections.abc import Sequence
