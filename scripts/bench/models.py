@@ -27,6 +27,7 @@ from mlx.utils import tree_flatten
 from bench.options import folder_of
 from mlx_speculation import (
     CascadeDraft,
+    LookupDraft,
     Sampling,
     SpeculativeGenerator,
     load,
@@ -133,8 +134,8 @@ class Bench:
         if name in ("model", "compiled", "wrong"):
             model = load(self.draft_folder)[0]
             return always_wrong(model) if name == "wrong" else model
-        if name == "lookup":
-            return name
+        if name == "lookup":  # else one arm would know the answers of another
+            return LookupDraft(history=0)
         name, _, bits = name.partition("@")
         result = self.draft_folder if name == "model" else folder_of(name)
         return find_draft(

@@ -159,10 +159,14 @@ class DraftsOptions(TargetOptions):
     )
 
     def pairs(self) -> list[PairOptions]:
-        """Return the options of the target with each of its drafts."""
+        """Return the options of the target with each of its drafts.
+
+        Lookups keep no history, in which they would find the answer of another pass.
+        """
         shared = {one.name: getattr(self, one.name) for one in fields(TargetOptions)}
+        none = {"auto": 0, "lookup": 0}
         names = dict.fromkeys(self.draft or ())
-        return [PairOptions(**shared, draft=name) for name in names]
+        return [PairOptions(**shared, draft=n, history=none.get(n)) for n in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

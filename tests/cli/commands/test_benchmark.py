@@ -65,6 +65,22 @@ def test_all_arms_are_measured_and_their_texts_compared(
     assert report["advice"].startswith(("Best here", "No draft pays"))
 
 
+@pytest.mark.parametrize("draft", ["lookup", "auto"])
+def test_a_lookup_does_not_know_the_answers_of_other_runs(
+    commands: Commands, draft: str
+) -> None:
+    generator = SpeculativeGenerator.from_pretrained(DRAFT, draft="lookup", history=0)
+    text = "A list of"
+    first = generator.generate(
+        text, max_tokens=24, draft_length=4, stop_tokens=()
+    ).stats
+    words = ["benchmark", DRAFT, "--draft", draft, "--draft-length", "4", "-m", "24"]
+    report = commands.object(*words, "-p", text, "--passes", "3")
+    counted = report["arms"][2]["statistics"]
+    assert counted["drafted"] == 3 * first.drafted
+    assert counted["accepted"] == 3 * first.accepted
+
+
 def test_lengths_by_measurement_are_calibrated_first(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
