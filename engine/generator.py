@@ -199,8 +199,7 @@ class SpeculativeGenerator:
 
         72 rounds run for each context; `round_parts` has the parts of their time. On
         one rank and without exact mode, 26 more rounds find how many layers a forward
-        should submit at once. Without calibration the first streams measure costs
-        themselves.
+        should submit at once. Without calibration, first streams measure the costs.
 
         Args:
             contexts: numbers of tokens in the caches to measure at. Costs are taken as

@@ -132,6 +132,7 @@ NAMED_ALIKE = {
     "config": "options or config.json, checked",
     "probe": "which convention a drafter was trained with",
     "generator": "what a user makes, for one request or for many",
+    "calibrate": "measures the costs of rounds, and its command",
     "attention": "attention in a round: CPU, CUDA",
     "registration": "what a sealed room serves",
     "request": "one request",

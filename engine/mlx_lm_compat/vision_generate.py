@@ -79,8 +79,7 @@ def vision_stream_generate(
 
     Raises:
         TypeError: a keyword is unknown.
-        InvalidRequestError: audio or video was passed, an image cannot be read, or two
-            values do not fit together.
+        InvalidRequestError: audio, video or an unreadable image; or values do not fit.
         UnsupportedModelError: the model's family is not supported.
     """
     _check_keywords(unknown, audio, video)
