@@ -1,6 +1,9 @@
 """Transcripts of agents as the chat template receives them: order, tools, images."""
 
 import json
+import threading
+import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -366,6 +369,20 @@ def template_of(name: str) -> ChatTemplate:
         tool_parser=json_tools.parse_tool_call,
     )
     return ChatTemplate(wrapped, {})
+
+
+def test_a_short_chat_does_not_wait_until_a_long_one_is_encoded() -> None:
+    template, short = template_of(next(iter(TEMPLATES))), chat(turn("user", "Q"))
+    alone, ends = template.rendered(short), [time.monotonic()]
+    long, ids = chat(turn("user", "word " * 100_000)), list[int]()
+    thread = threading.Thread(target=lambda: ids.extend(template.rendered(long)))
+    thread.start()
+    while thread.is_alive():
+        assert template.rendered(short) == alone
+        ends.append(time.monotonic())
+    assert len(ids) > 500_000
+    longest = max(after - before for before, after in pairwise(ends))
+    assert longest < (ends[-1] - ends[0]) / 2
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

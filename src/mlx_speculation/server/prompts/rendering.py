@@ -19,13 +19,17 @@ from mlx_speculation.server.prompts.fitted import fitted
 from mlx_speculation.server.prompts.traits import Message, Traits, probed
 from mlx_speculation.server.request.request import Chat
 
+# Chats with more characters than this, whose encoding may take seconds, wait for each
+# other alone; all other chats do not wait for them.
+LONG_CHAT = 300_000
+
 
 class ChatTemplate:
     """The chat template of one tokenizer; any thread may use it."""
 
     def __init__(self, tokenizer: TokenizerWrapper, args: dict[str, Any]) -> None:
         self._tokenizer, self._args = tokenizer, args
-        self._lock = threading.Lock()
+        self._lock, self._lock_of_long = threading.Lock(), threading.Lock()
         self._has_template = bool(tokenizer.has_chat_template)
         # If a template does not support tools, the system message describes them.
         calls = tokenizer if tokenizer.has_tool_calling else _Described(tokenizer)
@@ -51,8 +55,9 @@ class ChatTemplate:
         Raises:
             ApiError: the template refuses the messages.
         """
+        long = len(repr(chat.messages)) > LONG_CHAT
         try:
-            with self._lock:
+            with self._lock_of_long if long else self._lock:
                 messages, args = self.fit(chat)
                 if not self._has_template:
                     return list(self._tokenizer.encode(convert_chat(messages)))
