@@ -1,6 +1,6 @@
 """The training convention of an MTP head, which no tensor shows.
 
-`convention_of` reads and checks its JSON object.
+`convention_of` reads and checks the JSON object of a convention.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,8 @@ class MtpConvention:
         hidden: the target's state that the head reads: after or before the final norm.
         recycled: the head's state that goes into its next step: after or before its
             norm.
-        order: the first part of the concatenation.
+        order: which of the embedding and the hidden state comes first when they are
+            concatenated.
         norms: how norm weights are stored. "stored": as they are applied; "plus_one":
             one has to be added; a tuple: the names in `NORM_NAMES` to which one has to
             be added. None: the files decide.

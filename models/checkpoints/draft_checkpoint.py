@@ -149,9 +149,9 @@ def layer_windows(
 
 
 def proposed_tokens(config: Config) -> Any:
-    """Return the number of drafts in a config.json of speculators; None: there is none.
+    """Return the draft length in a config.json of the library speculators, unchecked.
 
-    The value is returned unchecked.
+    None: there is none.
     """
     methods = nested(config, "speculators_config", "proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -159,7 +159,7 @@ def proposed_tokens(config: Config) -> Any:
 
 
 def whole_numbers(value: Any, key: str, name: str) -> list[int]:
-    """Return a value of config.json that has to be a list of whole numbers, not empty.
+    """Return a value of config.json that has to be a non-empty list of whole numbers.
 
     Raises:
         ModelFolderError: the value is something else.
@@ -173,7 +173,7 @@ def whole_numbers(value: Any, key: str, name: str) -> list[int]:
 
 
 def read_tensors(folder: Path, name: str) -> Weights:
-    """Return all tensors in a folder's safetensors files, without "model." in front.
+    """Return the tensors of a folder's safetensors files; names lose a "model." prefix.
 
     Raises:
         ModelFolderError: there is no such file, or one cannot be read.
@@ -281,7 +281,7 @@ def load_into(
         module: the drafter's module.
         weights: the tensors, by the names of parameters.
         name: the drafter's name, for messages.
-        file_name: returns the name in files of a parameter.
+        file_name: returns a parameter's name in files.
 
     Raises:
         ModelFolderError: tensors are missing, unknown or of another shape.
@@ -310,7 +310,7 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def quantize_like(module: nn.Module, weights: Weights) -> None:
-    """Quantize the parts of a draft that are stored quantized.
+    """Quantize those parts of a drafter's module that are stored quantized.
 
     Bits and group size follow from the shapes, since they often differ from the
     target's.
@@ -337,7 +337,7 @@ def check_shapes(
     wanted: Mapping[str, tuple[int, ...]],  # the shapes of the module's parameters
     weights: Weights,  # the weights, by the names of parameters
     name: str,  # the drafter's name, for messages
-    file_name: Callable[[str], str] = str,  # returns the name in files of a parameter
+    file_name: Callable[[str], str] = str,  # returns a parameter's name in files
 ) -> None:
     """Refuse weights whose names or shapes differ from the module's."""
 

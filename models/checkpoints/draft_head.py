@@ -14,7 +14,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 
 class ChooseNext(Protocol):
-    """Chooses the next drafted token of one text or several."""
+    """Chooses the next drafted token, for one text or several."""
 
     def __call__(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose tokens [texts] from logits [texts, n].
@@ -84,7 +84,7 @@ class HeadOnTarget(ABC):
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Return the output for the last position; the rest only fills the caches.
+        """Return the output for the last position; the others only fill the caches.
 
         The arguments are those of `rows`; the output has one position.
         """
@@ -119,7 +119,7 @@ class HeadOnTarget(ABC):
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Write positions, and draft after them one by one; see `ParallelHead`."""
+        """Write positions, then draft tokens one by one; see `ParallelHead`."""
         for _ in range(count):
             out = self.step(hidden, tokens, caches)
             tokens = choose(out.logits[:, -1])[:, None]
@@ -184,10 +184,10 @@ class ParallelHead(Protocol):
 def fed_again(layers: Sequence[Sequence[Any]]) -> int:
     """Return how many tokens before a point are fed again when a head resumes there.
 
-    That is one token for each layer of a chain. If all caches are sliding windows, none
-    of their rows are kept, so the sum of the window sizes is added: the layers together
-    look back that far. If only some are windows, rows depend on all earlier tokens, so
-    the head's history begins at the point.
+    That is one token for each layer. If all caches are sliding windows, none of their
+    rows are kept, so the sum of the window sizes is added: the layers together look
+    back that far. If only some caches are windows, their rows depend on all earlier
+    tokens and cannot be restored, so the head's history begins at the point.
     """
     sizes = [getattr(cache, "max_size", 0) for caches in layers for cache in caches]
     return len(layers) + (sum(sizes) if all(sizes) else 0)

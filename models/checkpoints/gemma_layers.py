@@ -25,7 +25,7 @@ _USUAL = {
 
 
 def gemma_args(config: Config, name: str) -> gemma4_text.ModelArgs | None:
-    """Return mlx-lm's arguments of layers with keys and values of their own.
+    """Return mlx-lm's arguments of Gemma 4 layers with their own keys and values.
 
     All layers have full attention, no experts and no per-layer inputs.
 
@@ -53,10 +53,10 @@ def gemma_args(config: Config, name: str) -> gemma4_text.ModelArgs | None:
 def with_rotations(
     args: gemma4_text.ModelArgs, config: Config, name: str
 ) -> gemma4_text.ModelArgs:
-    """Return arguments with the rotation of each kind of layers.
+    """Return the arguments with the rotation of each kind of layer added.
 
-    mlx-lm reads only `rope_parameters` with an entry for each kind. If the theta stands
-    under another key, mlx-lm takes a default.
+    mlx-lm reads only `rope_parameters` with an entry for each kind. If config.json has
+    the theta under another key, mlx-lm takes a default.
 
     Raises:
         ModelFolderError: a rotation is not understood.

@@ -83,7 +83,7 @@ class JoinedHead(nn.Module):
         return result
 
     def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
-        """Return embeddings [batch, positions, dim], the target's if need be."""
+        """Return embeddings [batch, positions, dim], the head's own or the target's."""
         if "embed_tokens" in self:
             result: mx.array = self.embed_tokens(tokens)
             if self._gemma is None:
@@ -93,7 +93,7 @@ class JoinedHead(nn.Module):
         return rows.astype(self.dtype)
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return the logits of normed states, by the target's layer if need be."""
+        """Return logits for normed states, by its own output layer or the target's."""
         if "lm_head" not in self:
             return target.head(normed)
         result: mx.array = self.lm_head(normed)
@@ -139,10 +139,10 @@ def take_own_ends(
 def features_of(
     weights: Weights, config: Config, name: str, target_dim: int
 ) -> tuple[int, ...]:
-    """Return the numbers of layers that `fc` may read; empty: there is no `fc`.
+    """Return the possible counts of layers that `fc` reads; empty: there is no `fc`.
 
-    The bits of a packed `fc` are read from config.json. If they are missing there, the
-    shapes may fit several numbers of layers.
+    The bits of a quantized `fc` are read from config.json. If they are missing there,
+    the shapes may fit several counts.
 
     Raises:
         ModelFolderError: `fc` reads layers of another size than the target's.
@@ -177,9 +177,9 @@ def check_layers(
     name: str,  # the head's name, for messages
     *,
     trunk: int,  # how many layers the target has
-    features: Sequence[int] = (),  # numbers of layers `fc` may read; empty: unknown
+    features: Sequence[int] = (),  # possible counts of layers of `fc`; empty: unknown
     lowest: int = 0,  # -1: the embeddings may be read too
-    advice: str = "",  # advice if the target lacks a layer, after a comma
+    advice: str = "",  # if the target lacks a layer, the message's end, with its comma
 ) -> tuple[int, ...]:
     """Check the layers of the target that a head reads, and return them.
 

@@ -2,8 +2,8 @@
 
 A list in config.json, at its top or in a nested part, counts in one of two ways:
 
-    layers   i is the output of layer i: `target_layer_ids`, and inside of eagle_config
-    tuple    0 is the embedding, i the output of layer i - 1: the other keys
+    layers   i is the output of layer i. Usual in `target_layer_ids` and eagle_config
+    tuple    0 is the embedding, i the output of layer i - 1. Usual in the other keys
 
 This module returns layers counted from 0; -1 stands for the embedding.
 
@@ -136,20 +136,20 @@ def read_layers(
     name: str,  # of the draft, for messages
     *,
     trunk: int,  # how many layers the target has
-    features: Sequence[int],  # numbers of layers that `fc` may take; empty: unknown
+    features: Sequence[int],  # possible counts of layers of `fc`; empty: unknown
     # Called with (trunk, number of layers); returns lists, the usual one first
     usual: Callable[[int, int], Iterable[Sequence[int]]],
     usual_count: int = 0,  # the usual number of layers, if `features` allows it
     counts: LayerIds | None = None,  # how the list counts; None: as usual at its place
     both: bool = True,  # whether to try the other way of counting too
     arranged: Callable[[Layers], Layers] = tuple,  # orders layers as the draft does
-    advice: str = "",  # advice in errors if the target lacks a layer, after a comma
+    advice: str = "",  # see `check_layers`
 ) -> LayerReadings:
     """Return the readings of config.json: candidates for the layers of a draft.
 
     Raises:
-        ModelFolderError: the target lacks a listed layer; or there is no list, and no
-            usual layers for this number of layers.
+        ModelFolderError: the target lacks a listed layer; or there is no list, and
+            there are no usual layers for the count that `fc` reads.
         InvalidRequestError: `counts` is no way of counting.
     """
     check_counts(counts)
@@ -216,20 +216,20 @@ def _guessed(
 
 
 def usual_of_blocks(trunk: int, count: int) -> list[Layers]:
-    """Return the usual layers of block drafters: from the second to a late one."""
+    """Return lists for block drafters: first `count` layers from 1 to trunk - 3."""
     return [_spread(1, trunk - 3, count), *_three(trunk)]
 
 
 def usual_of_eagle(trunk: int, count: int) -> list[Layers]:
-    """Return the usual layers of EAGLE-3 heads: an early, a middle and a late one."""
+    """Return lists for EAGLE-3 heads: first an early, a middle and a late layer."""
     return [*_three(trunk), _spread(1, trunk - 3, count)]
 
 
 def _three(trunk: int) -> list[Layers]:
-    """Return (2, N // 2, N - 3) in both ways of counting.
+    """Return layers 2, N // 2 and N - 3 of N, in both ways of counting.
 
-    The first result counts the embedding too, as vLLM, SGLang and the authors do. The
-    second takes the numbers as layers from 0.
+    In the first result the embedding counts too, as in vLLM, SGLang and the authors'
+    code. In the second the numbers are those of layers from 0.
     """
     numbers = (2, trunk // 2, trunk - 3)
     return [tuple(each - 1 for each in numbers), numbers]

@@ -12,8 +12,8 @@ most probable one, so overconfident candidates would win (Gneiting and Raftery 2
 section 3, on proper scores).
 
     agreement  the share of places where p and q have the same most probable token
-    chance     the share expected by chance, from the frequencies of the tokens in both
-               (Cohen 1960, equation 1)
+    chance     the share expected by chance, from how often each token is the most
+               probable one of p and of q (Cohen 1960, equation 1)
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from mlx_speculation.errors import ConventionError
 
-# By published measurements, heads that read the wrong token agree in up to 0.11 of the
-# places, and heads that read the right one in 0.48 on the hardest text; see
-# `Score.above_chance`.
+# By published measurements, heads that read the wrong token agree in at most 0.11 of
+# the places, and heads that read the right token in at least 0.48, the share on the
+# hardest text; see `Score.above_chance`.
 LEAST_AGREEMENT = 0.15
 # With fewer places no score is above chance.
 FEWEST_PLACES = 16
@@ -141,7 +141,7 @@ class Trials(Generic[Candidate]):
         certainty: float = CERTAINTY,  # see `Score.surely_above`
         gain: float = LEAST_GAIN,  # see `Score.surely_above`
     ) -> Candidate:
-        """Return the usual candidate, unless the best of the others surely beats it."""
+        """Return the best of the others if `surely_above` the usual, else the usual."""
         ranked = sorted(others, key=lambda each: self.score(each).mean)
         if not ranked:
             return usual
@@ -152,7 +152,7 @@ class Trials(Generic[Candidate]):
 
 def ranked(
     measure: Callable[[Candidate], Score],  # see `Trials`
-    usual: Candidate,  # counts as the best, unless another is surely better
+    usual: Candidate,  # is chosen, unless another is significantly better
     others: Iterable[Candidate],
     advice: str,  # the end of the error's message
     shown: Callable[[Candidate], str] = repr,  # a candidate's name in the message

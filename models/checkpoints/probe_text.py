@@ -23,7 +23,7 @@ STARTS = (
     "A list of the most",
     "Once upon a time there",
 )
-# 4 starts x 16 = 64 tokens; repeated ones do not count, see `OwnText.score`.
+# 4 starts x 16 = 64 tokens; repeated trigrams count once, see `OwnText.score`.
 STEPS = 16
 
 
@@ -72,7 +72,7 @@ class OwnText:
         """Score guesses; a repeated trigram of the text counts once.
 
         Args:
-            logits: [rows, n, columns], for the tokens at positions first and on.
+            logits: [rows, n, columns], for the tokens at the n positions from `first`.
             first: the first position, `written` or later.
             ids: the token ids of the columns; None: all, in order.
         """
@@ -89,7 +89,7 @@ class OwnText:
         return Score.of(drafted, target_log_probs, written)
 
     def _places(self, first: int, stop: int) -> tuple[list[int], list[int]]:
-        """Return rows and positions of tokens, each trigram's first occurrence only."""
+        """Return rows and positions of tokens that end a trigram for the first time."""
         ids: list[list[int]] = np.array(self.tokens).tolist()
         result: dict[tuple[int, ...], tuple[int, int]] = {}
         for row, line in enumerate(ids):

@@ -8,8 +8,8 @@
 
 The keys are at the top, in the part with the sizes of the layers, or in both. A key may
 occur several times with equal values; null counts as missing. Values for all layers
-apply to the kinds without an entry. They must not contradict the values of full
-attention: files of Gemma repeat the theta of full attention in this way.
+apply to the kinds without an entry of their own. They must not contradict an entry of
+full attention: files of Gemma give the theta of full attention in both ways.
 """
 
 import sys
@@ -73,7 +73,7 @@ def read_rotation(
     name: str,  # the drafter's name, for messages
     kind: str = FULL,  # the kind of layers
     *,
-    usual: Rotation | None = None,  # for configs with no other key than `_FLAT`
+    usual: Rotation | None = None,  # for a config with no keys but those of `_FLAT`
 ) -> Rotation:
     """Return the rotation of the layers of a kind.
 
@@ -131,7 +131,7 @@ def rotations_of(
 def check_rotation(
     rotation: Rotation, name: str, *, dims: int, positions: int | None
 ) -> None:
-    """Refuse a rotation that mlx-lm cannot make for heads of `dims` numbers.
+    """Refuse a rotation that mlx-lm cannot make for heads of `dims` dimensions.
 
     Raises:
         ModelFolderError: its type is unknown, or an option is missing.
@@ -146,7 +146,7 @@ def check_rotation(
 
 
 def _statements(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, key and value; the key of an object is a kind of layers."""
+    """Yield place, key and value; the key of an object names a kind of layers."""
     for path, part in parts_of(config):
         for key in _FLAT:
             # With Gemma's global_<key> for full layers, <key> is for sliding ones.

@@ -4,7 +4,8 @@
     {"draft": "mtp", "convention": {"hidden": "before_norm"}, "draft_length": 2}
 
     draft         "mtp", "lookup", or a folder inside the target's or beside it
-    kind          the kind of draft in the folder; by default its config.json tells
+    kind          the kind of draft in the folder; by default the draft's config.json
+                  tells it
     convention    for an MTP head: some of hidden, recycled, order and norms
     draft_length  tokens to draft in a round, unless the caller says
 

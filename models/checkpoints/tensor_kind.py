@@ -56,8 +56,8 @@ def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
     for sign, kind in _SIGNS.items():
         if any(name.startswith(sign) for name in present):
             return kind
-    # DSpark may have no tensors beyond DFlash's; a DFlash2 without tensors of its own
-    # is refused.
+    # A DSpark drafter may have only DFlash's tensors. A DFlash2 drafter may not: its
+    # loader raises the error.
     if present >= _BLOCKS and claimed not in ("dflash", "dflash2", "dspark"):
         return "dflash"
     return claimed

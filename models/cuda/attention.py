@@ -119,7 +119,8 @@ def attention(
         mask: "causal": the last row sees all columns; bool, which broadcasts to
             [batch, 1, rows, columns]: True where a row sees a column; None: each row
             sees all columns.
-        contiguous: use the kernel kept on disk, which copies other keys and values.
+        contiguous: whether to use the kernel that is kept on disk, for which keys and
+            values that are not contiguous are copied.
 
     Returns:
         Like `queries`.

@@ -1,8 +1,9 @@
 """A few steps of the gated delta rule on CUDA, in one kernel.
 
 mlx-lm has a kernel for Metal only, and elsewhere loops over the tokens with about ten
-operations each. A verify of 5 rows then has 50 operations in every such layer, which
-the host submits one by one. With S the state [Dv, Dk] of a head, each token computes
+operations each. A forward over 5 rows then has 50 operations in each gated delta layer,
+and the host submits these one by one. Let S be the state [Dv, Dk] of a head, g a decay
+and b a beta. Each token computes
 
     S' = g S      u = b (v - S' k)      S = S' + u k^T      y = S q
 

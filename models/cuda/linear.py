@@ -1,14 +1,14 @@
 """Hooks with which linear layers in a round use the few-row kernels of `matmul`.
 
-A verify has at least two rows, and a batch's plain step has one row for each text. In
-these forwards the linear layers of any model use the kernels: each layer's instance
-gets a class that calls them (`models.instance_hooks`). Prompts, single rows, other
-dtypes, other quantizations and other devices keep mlx's products.
+A forward over a draft has at least two rows, and a batch's plain step has one row for
+each text. In these forwards the linear layers of any model use the kernels: each layer
+gets a class that calls the kernels (`models.instance_hooks`). Prompts, single rows,
+other dtypes, other quantizations and other devices keep mlx's products.
 
 Layers of one module whose names show that they have the same input, such as queries,
 keys and values, are multiplied together when the first of them is called. The others
-then take their results. A layer with another input computes its own product. If a
-result is not taken, the layers of its group are no longer multiplied together.
+take their results when they are called, or compute their own products if their input is
+another array. If a result is not taken, its group is no longer multiplied together.
 
 Results differ from mlx's by rounding, just as cuBLASLt's results for several rows
 differ from those for single rows.
@@ -31,10 +31,10 @@ from mlx_speculation.models.round_context import (
     forward_of_round,
 )
 
-_RANK = -1  # inside of the hook of `position_table`
+_RANK = -1  # nearer to the plain class than the hook of `position_table`
 
-# Children of a module of mlx-lm that mostly have the same input. Other modules might
-# change the input in place (x += y) between two of them, which could not be noticed.
+# Names of layers that mostly have the same input, if they are in one module of mlx-lm.
+# Other modules might change the input in place (x += y) between two calls, unnoticed.
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -78,7 +78,7 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
 
 
 class _Way(NamedTuple):
-    """The method of a kind of layer that multiplies, and the weight."""
+    """Multiplication by a kind of layer: the method that does it, and the weight."""
 
     method: str  # the name of the method
     weight_of: WeightOf  # returns the weight for the kernel
@@ -109,7 +109,7 @@ class _Together:
 
     def class_of(self, kind: type[nn.Module]) -> type[nn.Module]:
         """Return the class for the layer that is called first."""
-        if kind not in self._classes:  # the plain class, or with inner hooks
+        if kind not in self._classes:  # `kind` may have inner hooks
             self._classes[kind] = _asking_of(kind, self)
         return self._classes[kind]
 

@@ -8,16 +8,16 @@ The kernels here read weights once and are submitted as fast as mlx's own.
 In `mma.m16n8k16` (sums in float32), sixteen outputs are the rows of a matrix fragment,
 and eight rows of x are its columns. The order of k is free, if it is the same for
 weight and x, so a thread reads 16 adjacent bytes of k and uses them as two fragments.
-The warps of a block share k, and add their sums in shared memory. The result of a row
-does not depend on the other rows.
+The warps of a block divide k among themselves, and add their sums in shared memory. The
+result of a row does not depend on the other rows.
 
-One kernel can multiply several layers with the same x; its blocks are divided among
-their weights. This is one operation to build and submit instead of three, and weights
-with few outputs leave no multiprocessor idle.
+One kernel can multiply the weights of several layers with the same x; its blocks are
+divided among these weights. This is one operation to build and submit instead of, say,
+three, and weights with few outputs leave no multiprocessor idle.
 
-Weights of 4 bits become half floats by setting their bits: 0x4300 | q is 128 + q in
-bfloat16, 0x6400 | q is 1024 + q in float16. With sums over one group of k, and z = 128
-or 1024,
+Weights q of 4 bits become half floats by setting bits: 0x4300 | q is 128 + q in
+bfloat16, 0x6400 | q is 1024 + q in float16. With the scale s and the bias b of a group
+of k, sums over this group, and z = 128 or 1024,
 
     y = s sum(q x) + b sum(x) = s sum((z + q) x) + (b - z s) sum(x)
 

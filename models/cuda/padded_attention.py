@@ -9,10 +9,10 @@ With padding it meets few:
     keys     512 1,024 1,536 ... 4,096 4,608 ...             whole steps, or whole
                                                              steps and then the rows
 
-The padding is zeros. With a causal mask, and no keys or whole steps of keys before the
-rows, as many keys as rows are added: the mask stays causal, and only added rows see
-added keys. Otherwise a bool mask hides the added keys, which took 3 to 7 times as long
-on an H200:
+The padding is zeros. If the mask is causal, and the keys before the rows are none or
+whole steps, as many keys as rows are added: the mask stays causal, and only added rows
+see added keys. Otherwise a bool mask hides the added keys; attention with a bool mask
+took 3 to 7 times as long on an H200:
 
     300 rows, 300 keys, causal         padded to 384 and 384, causal
     40 more, 340 keys, causal          padded to 48 and 512, bool
@@ -64,7 +64,7 @@ def attention(
 def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) -> Any:
     """Return the padded mask, bool [..., rows, keys], which hides the added keys.
 
-    Added rows see the first key, so that their results are numbers. All layers of a
+    Added rows see the first key, so that their results are not NaN. All layers of a
     forward have the same mask, which is padded once.
     """
     done = forward_of_round().masks

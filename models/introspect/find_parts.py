@@ -108,7 +108,7 @@ def _to_logits(traced: Trace, call: ModuleCall, hidden: mx.array) -> bool:
 
 
 def _weightless(traced: Trace, runs: list[ModuleCall]) -> _End:
-    """Return the end of a trunk whose final norm is no module: after its last layer."""
+    """Return the end of a trunk that has no module with weights as its final norm."""
     owner = runs[-1].caller if runs else None
     if owner is None or owner is traced.calls[0]:
         raise _MissingError(

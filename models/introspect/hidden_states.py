@@ -114,8 +114,8 @@ class HiddenStates:
 
         Args:
             tokens: ids [batch, positions].
-            scaled: whether to return the input of the first layer, with the scale, norm
-                or positions (from 0) that the model applies, or else rows of the table.
+            scaled: whether to return the input of the first layer, to which the model
+                applied its scale, norm or positions (from 0); False: rows of the table.
 
         Returns:
             [batch, positions, dim]

@@ -83,10 +83,10 @@ def _forget(kept: dict[int, Any], key: int, _: Any) -> None:
 
 
 def _look(model: nn.Module) -> list[_Table]:
-    """Find the position tables in a forward of two equal tokens, never evaluated.
+    """Find the position tables in a forward of two equal tokens; it is not evaluated.
 
-    A table of tokens looks up one row twice, and one of positions two successive rows.
-    A model with one embedding, that of its tokens, is not run.
+    In a table of tokens the forward looks up one row twice, in a table of positions two
+    successive rows. A model whose only embedding is that of its tokens is not run.
     """
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     modules = [each for each in model.modules() if isinstance(each, kinds)]

@@ -28,10 +28,10 @@ from mlx_speculation.models.introspect.parts import Parts
 from mlx_speculation.models.introspect.trace import POSITIONS
 from mlx_speculation.models.observer import OBSERVED, Observer, observing
 
-# Operations that take ids of logits. mlx does not check them, so that one past the end
-# writes or reads other memory.
+# Operations that take ids of logits. mlx does not check the ids, so an id past the end
+# would write or read other memory.
 _INDEXED = ('"Scatter', '"Gather')
-_TOLERANCE = 1e-3  # of the largest logit, since products with fewer rows may round
+_TOLERANCE = 1e-3  # of the largest logit: products with fewer rows may round otherwise
 
 
 class ReducedOutput(Observer):
@@ -55,7 +55,7 @@ class ReducedOutput(Observer):
         except TypeError as error:
             raise _refused(parts, f"{error}.") from error
         self._module = parts.output
-        self._blank = False  # whether zeros replace the product
+        self._blank = False  # whether zeros replace the product, for the check
         self._method = "as_linear" if parts.tied else "__call__"
         hooked = Hooked([(parts.output, OBSERVED)])
         self._finalizer = weakref.finalize(self, finalize, hooked.remove)

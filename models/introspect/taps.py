@@ -101,7 +101,7 @@ class States:
 
 
 class Notes(Observer):
-    """The states that taps read inside of one block."""
+    """The states that taps read inside of one block of `HiddenStates.collect`."""
 
     def __init__(self, taps: Sequence[Tap]) -> None:
         self._taps = taps

@@ -88,7 +88,8 @@ class RequestLane(Protocol):
 
     Attributes:
         model: an mlx-lm model.
-        caches: a cache for each layer, with all requests; empty while a batch has them.
+        caches: a cache for each layer, with all requests; empty while a batch holds the
+            lane's request.
         requests: the number of requests.
         holder: the batch that holds the lane's request; None: the lane itself.
         part: the number of layers that a round submits at once; 0: all of them. See
@@ -120,7 +121,7 @@ class RequestLane(Protocol):
 
         Args:
             count: how many tokens the round feeds for each request. If new shapes cost
-                much, a forward over `count` tokens is padded to a known shape.
+                much, a forward over `count` tokens is padded to one of a few shapes.
             whole: the caller's promise to keep all tokens or none.
         """
         ...

@@ -7,8 +7,8 @@
     lane.leave([1])                only row 1 stays
 
 The caches are mlx-lm's own batch caches. Shorter rows have padding on their left; a
-request's row of a ring or of a recurrent state is the same as if it ran alone. A batch
-does not know texts or samplers.
+request's row of a rotating cache or of a recurrent state is the same as if the request
+ran alone. A batch does not know texts or samplers.
 
 If each new number of rows costs much (`models/shape_buckets.py`), the number of rows in
 a round of several positions is rounded up to one of a few sizes. Spare places then hold
@@ -20,11 +20,11 @@ the first row, and keep as many positions as that row. Their logits are not read
     f and h leave                          fed   a b d e g a         [6, 3]
     i joins                                fed   a b d e g i         [6, 3]
 
-Caches treat a spare place like any other row. The row of a request that has left is
-overwritten when the number of fed rows changes, or when this row is longer than all
-live rows by a step of columns: copying all caches whenever a request left took as long
-as a round. Spare places take memory and computing time, less than half of what live
-rows take.
+Caches treat a spare place like any other row. The row of a request that has left stays
+until a request joins, the number of fed rows changes, or this row needs a larger buffer
+than all live rows: a copy of all caches whenever a request leaves would take as long as
+a round. Spare places take memory and computing time, less than half of what live rows
+take.
 """
 
 from collections.abc import Sequence
@@ -135,7 +135,8 @@ class BatchLane(RequestLane):
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round, see `RequestLane`.
 
-        A round of one position has as many rows as the last round: it needs no plan.
+        A round of one position has as many rows as the last round, since cuDNN makes no
+        plan for it.
         """
         self._wide = count > 1
         size = self.size if self._wide else None
@@ -153,8 +154,8 @@ class BatchLane(RequestLane):
     def padding(self, count: int) -> int:
         """Return the number of padding positions of a forward over `count` positions.
 
-        If new shapes cost much, the number of drafted positions is rounded up to a
-        `row_size`.
+        If new shapes cost much, the number of positions after the first is rounded up
+        to a `row_size`.
         """
         drafted = count - 1
         return row_size(drafted) - drafted if self._in_sizes and drafted else 0
@@ -166,7 +167,7 @@ class BatchLane(RequestLane):
 
     @property
     def fed_as(self) -> list[int]:
-        """The request whose tokens each place is fed; for spare places, the first."""
+        """The request whose tokens each place is fed; for spare places request 0."""
         result = [0] * self.places
         for row, place in enumerate(self.stand):
             result[place] = row
@@ -191,8 +192,8 @@ class BatchLane(RequestLane):
             mx.eval(indices)  # every cache reads it
             for cache in self.caches:
                 cache.filter(indices)
-            # Evaluated apart from the next forward, which would otherwise need new CUDA
-            # graphs, and new graphs take five times as long.
+            # Evaluated apart from the next forward: both together would need new CUDA
+            # graphs, which take five times as long as known graphs.
             mx.async_eval(states(self.caches))
         self.places = places
         self.stand = list(range(len(live)))

@@ -20,7 +20,7 @@ from mlx_speculation.models.introspect.taps import States
 
 Callback = Callable[[], None]
 
-# Twice the longest chunk of a prompt: a drafter that reads leaves fewer states unread.
+# Twice the longest chunk of a prompt. A drafter that still reads leaves fewer unread.
 MOST_UNREAD = 4096
 
 

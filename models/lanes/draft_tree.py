@@ -47,8 +47,8 @@ _ROPES = (
 )
 _RANK = 2  # above the ranks of hooks for one device, which this hook wraps
 
-# Models that scale attention by position, from some thousand positions on, which the
-# short probe of `check_tree_model` does not reach.
+# Models that scale attention by position from some thousand positions on. The short
+# probe of `check_tree_model` does not reach these positions.
 _SCALED = frozenset(
     f"mlx_lm.models.{name}" for name in ("llama4", "ministral3", "mistral4")
 )
@@ -180,7 +180,7 @@ def keep_path(lane_round: LaneRound, rows: Sequence[int], *, shown: bool) -> Non
     Args:
         lane_round: a round that has fed a tree, in one forward.
         rows: the indexes of the rows to keep, from 0.
-        shown: whether the round has hidden states; their rows are then moved too.
+        shown: whether the round has hidden states, whose rows are then moved too.
     """
     lane_round.speculation.move(rows)
     if shown and [*rows] != [*range(len(rows))]:
@@ -197,8 +197,8 @@ class TreeHooks(Hooked):
 def check_tree_model(model: nn.Module, highest: int) -> None:
     """Refuse a model whose logits on a tree differ from those on the tree's paths.
 
-    The model is fed 9 tokens and then a tree of 12 nodes; and the same tokens and then
-    each path of the tree as a chain.
+    The model is fed 9 tokens and then a tree of 12 nodes. For each path of the tree it
+    is fed, with new caches, the same 9 tokens and then the path as a chain.
 
     Args:
         model: the model, with `TreeHooks` on it.

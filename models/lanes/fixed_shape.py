@@ -2,9 +2,9 @@
 
 In exact mode every forward has the same number of rows, and reads keys in views whose
 size depends on the position alone (`caches/types/fixed_view.py`). A row's bits then
-follow from the tokens before it, if the model asks its caches for masks, applies them
-to everything that `update_and_fetch` returns, and computes nothing else that depends on
-the number of rows without padding. Only a trial shows whether a model does this:
+follow from the tokens up to it, if the model asks its caches for masks, applies these
+masks to everything that `update_and_fetch` returns, and computes nothing else that
+depends on how many of the rows are padding. Only a trial shows whether a model does so:
 tests/models/lanes/test_fixed_shape.py.
 """
 
@@ -36,11 +36,11 @@ TRIED = (TOGETHER | ALONE.keys()) - UNFIT.keys()
 
 
 def check_fixed_shape(model: nn.Module) -> None:
-    """Refuse a model that was not tried in exact mode.
+    """Refuse a model that was not tried in exact mode, or failed.
 
     Raises:
-        UnsupportedModelError: the model was not tried, or has a mixer whose source has
-            changed since.
+        UnsupportedModelError: the model was not tried or failed, or has a mixer whose
+            source has changed since.
     """
     if not is_one_of(model, TRIED):
         package, _, name = type(model).__module__.rpartition(".")

@@ -19,7 +19,8 @@ def usual_prefill_step() -> int:
 class PrefillBudget:
     """Number of prompt tokens to read between rounds, in one chunk or several.
 
-    A chunk is read whole or it waits: where chunks end may change results' last bits.
+    A chunk is never split to fit, since other ends of chunks may change the last bits
+    of results.
     """
 
     def __init__(self, tokens: int) -> None:

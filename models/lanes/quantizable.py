@@ -19,7 +19,7 @@ def checked_quantization(
 ) -> KVQuantization | None:
     """Return the quantization of a request's caches; None: they are not quantized.
 
-    The check builds forwards over new caches, and evaluates none.
+    The check builds forwards over new caches, but does not evaluate them.
 
     Args:
         model: the target.

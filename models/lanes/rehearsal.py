@@ -1,4 +1,4 @@
-"""Forwards that are run and rolled back, so that their kernels and plans exist.
+"""Forwards that are run and rolled back, so that kernels and plans exist afterwards.
 
 On CUDA, kernels are loaded at their first use, and cuDNN plans attention for each pair
 of row count and key count that it has not met (`caches/types/padded_kv.py`), unless a

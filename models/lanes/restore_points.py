@@ -1,9 +1,9 @@
 """Restore points: snapshots of the recurrent states of a lane, for later requests.
 
 A recurrent layer can be resumed only at a position where its state was saved. So while
-a prompt is fed, and between rounds, the states are saved at least every `every` tokens.
-In a prompt this happens at multiples of `every`, which other prompts share, and at
-places where later prompts are likely to differ.
+a prompt is fed, and between rounds, the states are saved at least once in every
+`cache.every` tokens. In a prompt this happens at multiples of this number, so that
+other prompts share the points, and at places where later prompts are likely to differ.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -50,8 +50,8 @@ class RestorePoints:
     def due(self, seen: int, reach: int) -> bool:
         """Return whether a point has to be taken before a round of `reach` tokens.
 
-        Without it, the last point might be more than `every` tokens away after the
-        round.
+        Without it, the last point might be more than `cache.every` tokens away after
+        the round.
         """
         return seen + reach - self._last > self._every and seen > self._last
 

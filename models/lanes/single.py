@@ -1,7 +1,7 @@
 """The lane of one request: a model, its caches, and how many tokens they hold.
 
-The target has a lane, and so has a draft model. Each is fed `tokens[seen:]`, so they
-need not hold equally many tokens. A lane does not know texts or samplers.
+The target has a lane, and so has a draft model. Each lane is fed `tokens[seen:]`, so
+lanes need not hold equally many tokens. A lane does not know texts or samplers.
 """
 
 import sys
@@ -51,7 +51,7 @@ from mlx_speculation.models.round_context import (
 )
 from mlx_speculation.models.shape_buckets import RowSizes
 
-COUNTED_EVERY = 64  # rounds; to count takes about ten microseconds a layer
+COUNTED_EVERY = 64  # rounds; a count of bytes takes about ten microseconds a layer
 
 Replaced = list[tuple[int, Any]]
 Sliding = Literal["slack", "native"]
@@ -64,8 +64,8 @@ class Lane(RequestLane):
         model: an mlx-lm model.
         caches: mlx-lm caches of this model; None: new ones.
         seen: how many tokens of the sequence the caches hold.
-        sliding: "slack" replaces new rings by our sliding caches; "native" keeps the
-            rings. Passed caches stay as they are.
+        sliding: "slack" replaces new `RotatingKVCache`s by `SlidingKVCache`s; "native"
+            keeps them. Passed caches stay as they are.
         shape: the shape of every forward in exact mode, where a row's bits depend only
             on the tokens before it; see `caches.types.fixed_view`. Requires
             `check_fixed_shape` and `ModelHooks` for the model. None: not exact.
@@ -141,8 +141,8 @@ class Lane(RequestLane):
     def room(self) -> int:
         """Number of tokens that the next round may feed.
 
-        It is limited by the model's positions, by `shape` in exact mode, and by the
-        place at which the caches are quantized: a round must see one kind of keys.
+        Limits are the model's positions, in exact mode `shape`, and the position at
+        which the caches are quantized, since a round must not see two kinds of keys.
         """
         quantization, end = self.quantization, self._unknown + self.seen
         room = None if quantization is None else quantization.room(self.caches)
@@ -169,7 +169,7 @@ class Lane(RequestLane):
         return BatchLane(self.model, self.sizes).join([self, *lanes])
 
     def count_bytes(self, speculation: Speculation, width: int, whole: bool) -> None:
-        """Update `round_bytes` if a round is the widest yet, or every `COUNTED_EVERY`.
+        """Update `round_bytes` in the widest round yet, and once in `COUNTED_EVERY`.
 
         Chunks of a prompt are not counted.
         """
@@ -202,15 +202,16 @@ class Lane(RequestLane):
         With `points`, chunks also end where a restore point is due. In exact mode a
         chunk has at most `room` tokens.
         An error leaves the caches at the end of the last finished chunk. If the rest is
-        fed later, also after a chunk that did not fit, the chunks are the same.
+        fed later, after an error or a chunk that did not fit, chunks end at the same
+        places.
 
         Args:
             tokens: the tokens.
             step: the largest length of a chunk; None: `prefill_step`.
             each: called with every chunk and its evaluated hidden states, once the
                 chunk is kept; needs `taps`. None: states are not computed for it.
-            fits: called with the length of every chunk before it is fed; False ends the
-                call.
+            fits: called with the length of every chunk before it is fed; if it returns
+                False, neither this chunk nor a later one is fed.
 
         Returns:
             Whether all tokens were fed.
@@ -266,7 +267,7 @@ class LaneRound(RequestRound):
         self._again: list[Speculation] = []
         # Not a method of this object: the reference cycle would keep old states alive.
         rerun = None if whole else partial(_feed_again, lane, self._fed, self._again)
-        if lane.shape is not None:  # padding is written too, and never kept
+        if lane.shape is not None:  # padding is written, not kept
             self._whole = whole = False
             if lane.quantization is not None:  # all rows have to see quantized keys
                 lane.quantization.replace(lane.caches)

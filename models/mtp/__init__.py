@@ -1,4 +1,4 @@
-"""MTP heads: finding their tensors, loading them, their convention and their caches.
+"""MTP heads: finding and loading them, their training convention and their caches.
 
 `family` defines a family of heads, and `families` lists all of them.
 """

@@ -1,7 +1,7 @@
 """The decoder blocks of MTP heads, made of mlx-lm's layer classes.
 
-Each function makes the blocks of one layer of a head from the target's arguments, with
-changes where the head's blocks differ from the target's layers.
+Each function makes the blocks of one layer of a head from the target's `ModelArgs`. It
+changes the arguments in which the head's blocks differ from the target's layers.
 """
 
 import importlib
@@ -38,6 +38,7 @@ class Block:
         return module(x, mask=mask, cache=cache)
 
 
+# Takes the target's arguments, config.json's text part and the index of a head's layer
 Build = Callable[[Any, Config, int], list[Block]]
 
 
@@ -54,7 +55,7 @@ def _module_of(args: Any) -> Any:
 
 
 def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
-    """Return a function that makes one block of a class in the target's module.
+    """Return a function that makes one block from a class in the target's module.
 
     The layer index of the block continues the numbering of the target's layers.
 
@@ -92,9 +93,9 @@ def qwen(args: Any, config: Config, k: int) -> list[Block]:
 def deepseek_v32(args: Any, config: Config, k: int) -> list[Block]:
     """DeepSeek V3.2 and GLM-5: latent attention with an indexer, which has a cache too.
 
-    The indexer chooses positions anew for each draft, even if config.json sets
-    index_share_for_mtp_iteration. Engines that reuse the first draft's choice may draft
-    other tokens, at a little less cost, in texts of more than index_topk positions.
+    The indexer chooses positions anew for each drafted token, even if config.json sets
+    index_share_for_mtp_iteration. Engines that choose only for the first drafted token
+    may draft other tokens, at a little less cost, in texts longer than index_topk.
     """
     layer = _models("deepseek_v32").DeepseekV32DecoderLayer
     args = replace(args, first_k_dense_replace=0, moe_layer_freq=1)
@@ -118,9 +119,9 @@ def _sliding(module: nn.Module, window: int) -> Block:
 
 
 class LongcatMtpBlock(nn.Module):
-    """LongCat's block of a head: half of a target's layer, with a dense MLP.
+    """The block of LongCat's MTP heads: half of a target's layer, with a dense MLP.
 
-    mlx-lm has only the parts of this block.
+    mlx-lm has classes for the parts of this block, and none for the block.
     """
 
     def __init__(self, args: Any) -> None:
@@ -154,7 +155,7 @@ _NEMOTRON_KINDS = {
 
 
 def nemotron_h(args: Any, config: Config, k: int) -> list[Block]:
-    """Nemotron-H: the blocks of config.json; by default one of attention, one MoE."""
+    """Nemotron-H: the blocks that config.json lists; by default attention and MoE."""
     kinds = config.get("mtp_hybrid_override_pattern")
     if kinds is None:
         names = config.get("mtp_layers_block_type", ["full_attention", "moe"])
@@ -171,7 +172,7 @@ def nemotron_h(args: Any, config: Config, k: int) -> list[Block]:
 
 
 def step3p5(args: Any, config: Config, k: int) -> list[Block]:
-    """Step-3.5: a dense layer; the arguments set the attention for its index."""
+    """Step-3.5: a dense layer; its attention is that of its index in the arguments."""
     index = args.num_hidden_layers + k
     args = replace(args, moe_layers_enum="-1")
     module = _models("step3p5").Step3p5DecoderLayer(args, index)
@@ -181,7 +182,7 @@ def step3p5(args: Any, config: Config, k: int) -> list[Block]:
 
 
 def bailing(args: Any, config: Config, k: int) -> list[Block]:
-    """Ling 2 and 2.5: an expert layer, in 2.5 with latent attention."""
+    """Ling 2 and 2.5: a layer with experts; in 2.5 it has latent attention."""
     module, index = _module_of(args), args.num_hidden_layers + k
     args = replace(args, first_k_dense_replace=0)
     if hasattr(module, "BailingMoeDecoderLayer"):

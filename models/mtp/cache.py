@@ -1,6 +1,7 @@
 """The caches of a head, for one text and for the texts of a batch.
 
-Caches hold positions of committed text, and drafts after these in a round (`rounds`).
+Caches hold positions of committed text and, in a round, the drafted tokens after these;
+see `rounds`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,8 +39,8 @@ class HeadCache(HeadRows):
 
     Args:
         mtp: the head on its target.
-        layers: new caches for each of its layers; no caches if the head reads the
-            target's caches.
+        layers: new caches for each of the head's layers; no caches if the head reads
+            the target's caches.
         first: the first position that the caches will hold.
         key_steps: see `Speculation`.
 
@@ -67,30 +68,30 @@ class HeadCache(HeadRows):
 
     @property
     def state(self) -> HeadState:
-        """The ends of the layers, and the waiting states."""
+        """The ends of the layers, and the waiting states; see `HeadState`."""
         return HeadState(tuple(ends[0] for ends in self.ends), tuple(self.waiting))
 
     @property
     def again(self) -> int:
-        """The number of last tokens that are fed again; see `fed_again`."""
+        """The number of last tokens to feed again at a resumption; see `fed_again`."""
         return fed_again(self.layers)
 
     def kept(self) -> tuple[list[Any], int] | None:
-        """Return views of the caches and their number of rows, from position 0 on.
+        """Return views of the caches' rows from position 0 on, and the number of rows.
 
-        None: the caches begin at a later position, or one of them holds a window.
+        None: the caches begin at a later position, or one is of a kind without views.
         """
         rows = min(self.state.ends)
         return None if self.first else first_rows([*chain(*self.layers)], rows)
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Restore rows that `kept` returned, for a prefix of the text."""
+        """Restore rows that `kept` returned, in a snapshot of a prefix of the text."""
         restore(snapshot, [*chain(*self.layers)])
         layers, stop = len(self.layers), snapshot.stop
         self._hold(HeadState((stop,) * layers, (None,) * layers))
 
     def take(self, layers: list[list[Any]], state: HeadState) -> None:
-        """Hold other caches in place of these."""
+        """Replace the held caches and their state by these."""
         self.layers = [with_slack(caches) for caches in layers]
         self._hold(state)
 
@@ -124,8 +125,8 @@ class HeadCache(HeadRows):
             hidden: the input states at positions [end, stop), at least one.
             stop: the end of these positions, exclusive: the newest token's position.
             text: the known tokens.
-            choose: gets logits [1, vocab] for the next draft and returns it, [1].
-            count: how many drafts to make, at least 1, and at most the head's depth.
+            choose: gets logits [1, vocab] and returns the next drafted token, [1].
+            count: how many tokens to draft, at least 1, and at most the head's depth.
         """
         self._round = HeadRound(self, self.mtp, key_steps=self._key_steps)
         self._round.draft(hidden, [text], [stop], count, choose)
@@ -136,7 +137,7 @@ class HeadCache(HeadRows):
             self._round.commit()
 
     def rollback(self) -> None:
-        """Undo the round, also after its commit. Never raises."""
+        """Undo the round, even after its commit. Never raises."""
         if self._round is not None:
             self._round.rollback()
         self._round = None
@@ -147,11 +148,11 @@ class MtpCache(HeadCache):
 
     def __init__(self, mtp: HeadOnTarget, first: int = 0) -> None:
         layers = mtp.head.new_caches()
-        layers = layers if mtp.head.chained else layers[:1]  # those that draft
+        layers = layers if mtp.head.chained else layers[:1]  # those in use
         super().__init__(mtp, layers, first, key_steps=True)
 
     def draft_tree(self, hidden: mx.array, stop: int, text: list[int]) -> "TreeRound":
-        """Open a round for a tree, with a head that is no chain; see `TreeRound`."""
+        """Open a round for a tree; not for a chained head. See `TreeRound`."""
         self._round = HeadRound(self, self.mtp, key_steps=True)
         return TreeRound(self.mtp, *self._round.step(hidden, text, stop))
 
@@ -159,12 +160,12 @@ class MtpCache(HeadCache):
 class TreeRound:
     """Runs the nodes of a tree after the newest position, level by level.
 
-    All nodes of a level have one position. They are written after the levels before,
+    All nodes of a level have the same position. They are written after earlier levels,
     and attend to the committed positions, to their ancestors and to themselves.
 
     Args:
         mtp: the head on its target.
-        caches: its caches in a round, after the committed positions are written.
+        caches: the head's caches, in a round that has written committed positions.
         out: the output of the newest position.
 
     Attributes:
@@ -185,10 +186,10 @@ class TreeRound:
 
         Args:
             tokens: uint32 [1, nodes].
-            above: int32 [nodes], the index of each node's parent in the level before;
+            above: int32 [nodes], the index of each node's parent in the previous level;
                 in the first level all 0.
-            seen: bool [nodes, columns], the columns of nodes that each node attends
-                to, its own included.
+            seen: bool [nodes, columns], whether a node attends to a column; there is a
+                column for each node run so far, these nodes included.
         """
         depths = mx.zeros(tokens.shape[1], mx.int32)
         rows = TreeRows(seen, depths, self._level - self._columns)
@@ -211,7 +212,7 @@ class BatchHeadCache(HeadRows):
         self.firsts: list[int] = []
 
     def join(self, each: Sequence[HeadCache]) -> None:
-        """Append copies of the rows of other caches. If it fails, nothing changes."""
+        """Append copies of the rows of other caches. An error leaves all unchanged."""
         rows = len(self.firsts)
         joining = [merged(caches) for caches in _by_layer(one.layers for one in each)]
         ends = [[*layer] for layer in _by_layer(one.state.ends for one in each)]
@@ -243,7 +244,7 @@ class BatchHeadCache(HeadRows):
     def extract(self, row: int) -> tuple[int, list[list[Any]], HeadState]:
         """Return a row's first position, and copies of its caches and state."""
         ends = tuple(layer[row] for layer in self.ends)
-        lags = less(ends[:1] + ends[:-1], ends)  # how far each layer is behind
+        lags = less(ends[:1] + ends[:-1], ends)  # behind the previous layer
         waiting = tuple(
             None if part is None else cut(part[row : row + 1], [0], [lag])
             for part, lag in zip(self.waiting, lags, strict=True)

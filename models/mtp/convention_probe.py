@@ -1,13 +1,14 @@
-"""Probe of an MTP head's training convention, by its agreement with its target.
+"""Probe of an MTP head's training convention, by the head's agreement with its target.
 
 The target writes a short text. For each candidate convention, the head reads the
 target's states and tokens and guesses that text. All combinations of the unknown fields
-are tried; a field keeps its usual value unless another is surely better. The recycled
-state affects only the second draft, so that field is decided last, by the second draft.
+are tried; a field keeps its usual value unless another is significantly better. The
+field `recycled` affects only the second drafted token, so it is decided last.
 
-Some converters leave a few norms in another form than the rest and do not say so, which
-lowers the acceptance rate. If the form is unknown and the head's agreement is not high,
-the probe also tries each set of norms that a known converter leaves in another form.
+Some converters leave a few norms in another form than the rest without saying so. A
+head that is read in the wrong form has a lower acceptance rate. So if the form is
+unknown and the head's agreement is not high, the probe also tries the other form for
+each subset of the norms that known converters leave in another form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +33,12 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from mlx_speculation.models.mtp.transforms import with_ones
 
-# Positions of each row whose second drafts are scored; each takes forwards of its own.
+# Positions in each row at which the second drafted token is scored; each position takes
+# forwards of its own.
 SECOND_DRAFTS = 8
-# From this agreement on, mixed norms are not tried.
+# If the agreement is at least this, norms in mixed forms are not tried.
 HIGH_AGREEMENT = 0.9
-# The values of the fields that the first draft can decide.
+# The values of the fields that the first drafted token can decide.
 _VALUES: Mapping[str, Sequence[Any]] = {
     "order": get_args(Order),
     "hidden": get_args(Side),
@@ -58,8 +60,8 @@ class HeadProbe:
 
     Args:
         head: the head, its weights quantized or dequantized as they will be used.
-        stored: the weights of its norms as they are stored.
-        ends: the embedding and output layer of its target.
+        stored: the weights of the head's norms as they are stored.
+        ends: the embedding and output layer of the head's target.
         text: the text that the target wrote.
     """
 
@@ -80,7 +82,7 @@ class HeadProbe:
         self._head.assume(convention)
 
     def first(self, convention: MtpConvention) -> Score:
-        """Score the first drafts: position i guesses token i + 2."""
+        """Score the first drafted tokens: position i guesses token i + 2."""
         self.assume(convention)
         text, first = self._text, max(self._text.written, 2)
         hidden = getattr(text.states, convention.hidden)[:, :-1]
@@ -89,7 +91,7 @@ class HeadProbe:
         return text.score(logits[:, first - 2 :], first)
 
     def second(self, convention: MtpConvention) -> Score:
-        """Score the second drafts; the head reads its states of the first drafts."""
+        """Score the second drafted tokens, which the head makes from its own states."""
         self.assume(convention)
         text, first = self._text, max(self._text.written, 3)
         drafted, hidden = [], getattr(text.states, convention.hidden)
@@ -111,7 +113,7 @@ class HeadProbe:
 
 def probe(
     trial: HeadProbe,  # the head on a text
-    # The convention unless another is surely better; its norms are not None
+    # The result, unless another is significantly better; its norms are not None
     usual: MtpConvention,
     free: Sequence[str],  # the fields that are not known
     *,
@@ -139,7 +141,7 @@ def probe(
 def _best(
     trials: Trials[MtpConvention], usual: MtpConvention, free: Sequence[str]
 ) -> MtpConvention:
-    """Return the best combination, with usual values unless others are better."""
+    """Return the usual convention, with another value in fields where it is better."""
     names = [name for name in _VALUES if name in free]
     every = [
         replace(usual, **dict(zip(names, values, strict=True)))

@@ -13,7 +13,7 @@ Rules = dict[str, str | None]
 
 
 def _parts(begin: str, **names: str) -> Rules:
-    """Return rules that rename `{begin}{name}.` in files to the parts of a layer."""
+    """Return rules that map `{begin}{name}.` in files to `layers.{k}.{part}.`."""
     return {f"{begin}{name}.": f"layers.{{k}}.{part}." for part, name in names.items()}
 
 
@@ -40,7 +40,7 @@ _DEEPSEEK_NAMES: Rules = {
     **_WHOLE_BLOCK,
 }
 
-# GLM's names, and the names ("mtp.{k}.") that MTPLX gives a head in a target's folder.
+# GLM's own names, and those ("mtp.{k}.") that MTPLX gives a head in a target's folder.
 _GLM_NAMES: Rules = {
     **_DEEPSEEK_NAMES,
     **_parts("mtp.{k}.", **_NAMES, final="norm"),
@@ -124,7 +124,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
             "mtp_layers.{k}.": "layers.{k}.blocks.0.",
         },
         # Engines disagree on `hidden` and on `recycled`. These values come from a
-        # measurement with one draft a round.
+        # measurement with one drafted token a round.
         convention=MtpConvention("before_norm", "before_norm", "hidden_first"),
         depth=1,
         build=blocks.mimo,
@@ -231,7 +231,7 @@ def family_of(module: str) -> MtpFamily | None:
 
 
 def arguments_of(model: nn.Module) -> Any:
-    """Return mlx-lm's arguments of the layers of a text model."""
+    """Return the `ModelArgs` with which mlx-lm makes the layers of a text model."""
     adapter = getattr(model, "as_mlx_lm", None)  # a target that reads images has one
     if adapter is not None:
         return adapter[1]

@@ -5,11 +5,12 @@ state at position i with the token at position i + 1, and guesses the token at i
 
     x = proj([norm_e(embedding(t[i+1])) | norm_h(hidden[i])])
     y = blocks(x)                         decoder blocks with a cache of their own
-    logits = output(final(y))             recycled: final(y) or y, by the convention
+    logits = output(final(y))
+    recycled = final(y) or y              by the convention: hidden of the next step
 
 Families differ in the names of tensors, in the blocks, and in the `MtpConvention`,
 which no tensor shows. `families` lists them; `files` finds the tensors of a head,
-`transforms` brings them into one form, and `head` runs them.
+`transforms` brings the tensors into one form, and `head` runs the head.
 """
 
 import re
@@ -28,22 +29,23 @@ class MtpFamily:
     """One family of heads.
 
     Attributes:
-        name: for messages.
+        name: the family's name in messages.
         modules: the targets' modules under mlx_lm.models.
         rules: prefixes of tensor names in files, mapped to prefixes of names in
             `MtpHead`. Wrappers such as "language_model." are removed first, and the
-            first match counts. {k} is a number. None: a copy of the target's tensor.
+            first match counts. {k} stands for any number. The value None marks copies
+            of the target's tensors.
         convention: the usual convention of its heads.
         build: makes the blocks of layer k from the target's arguments, the text part
             of config.json, and k.
         after_trunk: whether {k} in "layers.{k}." continues the numbers of the target's
             layers.
         plus_one: whether norms are stored as w and applied as 1 + w.
-        layers: "one": a single layer, applied again for each further draft;
-            "chained": layer k makes draft k, from the output of layer k - 1 at the
-            same position; "first": several are stored, and only the first is used.
-        depth: the largest number of drafts in a round of a layer that is applied again;
-            None: any number.
+        layers: "one": a single layer, applied again for each further drafted token;
+            "chained": layer k makes drafted token k, from the output of layer k - 1 at
+            the same position; "first": several are stored, only the first is used.
+        depth: if one layer is applied again, the largest number of tokens that it may
+            draft in a round; None: any number.
         split_rules: the rules for a head in a folder of its own, with mlx-vlm's names;
             None: `rules` apply, also to names without "mtp.".
     """

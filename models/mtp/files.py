@@ -2,7 +2,7 @@
 
 A head is in the shards of its target, or in a file beside them. Most conversions drop
 the head although config.json still declares it, so only the files' contents count. The
-search reads headers only; `HeadFiles.read` maps the wanted tensors.
+search reads only the headers of files; `HeadFiles.read` loads the tensors, lazily.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ SIDECARS = (
     "*mtp*.safetensors",
     "*mtp*/*.safetensors",
 )
-# Targets of no known family, whose heads are stored as layers after their own.
+# Modules of targets without a known family; their heads are stored as further layers.
 _LAYERS_BEHIND = ("bailing_moe_linear",)
 SPLIT = "_mtp"
 DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules")
@@ -131,7 +131,7 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
 
 
 def sidecar_names(folder: Path) -> set[str]:
-    """Return tensor names in files of a head that mlx-lm would load as shards."""
+    """Return the names of tensors that mlx-lm would load from files of a head only."""
     names: set[str] = set()
     others: set[str] = set()
     for file in weight_files(folder):
@@ -159,8 +159,8 @@ def is_leftover(module: str, name: str, trunk: int) -> bool:
 def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], bool]]:
     """Yield the files of each place where a head may be, in the order of precedence.
 
-    Each place comes with a flag: whether it is the shards. A head that the index names
-    comes before one in files that the index does not name.
+    Each place comes with a flag: whether its files count as shards of the target. Files
+    that the index names come before files that the index does not name.
     """
     named = nested(config, "mlx_lm_extra_tensors", "mtp_file")
     if named is not None:

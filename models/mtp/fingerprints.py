@@ -1,8 +1,8 @@
 """Hashes of a target and of its head, to tell whether they are still the same.
 
-Of a run of more than 1 MiB, only 64 evenly spread blocks of 4 KiB are hashed, the first
-and the last included. So another training, precision, conversion or quantization
-changes a hash. A change of single weights in a large tensor may not.
+Of a file or tensor of more than 1 MiB, only 64 evenly spread blocks of 4 KiB are
+hashed, the first and the last included. So another training, precision, conversion or
+quantization changes a hash. A change of a few weights in a large tensor may not.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from mlx_speculation.models.mtp.files import HeadFiles
 from mlx_speculation.models.safetensors_layout import places_in, weight_files
 
 BLOCK, BLOCKS, WHOLE = 4096, 64, 1 << 20
-# A description of some bytes, their file, and their first and last position
+# A description of some bytes, their file, and their bounds in it, [begin, end)
 _Span = tuple[str, Path, int, int]
 
 

@@ -1,9 +1,9 @@
 """An MTP head of any family as a module; see `family` for the formulas.
 
-A head has caches of its own, of mlx-lm's classes, which count positions from the first
-one that they hold. This shifts all positions equally, which changes no output.
-Positions of committed text need only keys and values. They pass the same blocks, but
-their output, queries, attention and MLP are dropped unevaluated.
+A head has caches of its own, of mlx-lm's classes. They count positions from the first
+one that they hold: all positions are shifted by the same number, so no output changes.
+Positions of committed text need only their keys and values. They pass through the same
+blocks, but nothing else that the blocks compute for them is evaluated.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ class MtpLayer(nn.Module):
         return out
 
     def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Run the blocks over positions that follow the caches', and write to these."""
+        """Run the blocks over the next positions, and write these to the caches."""
         remaining = iter(caches)
         for block in self._blocks:
             x = block(x, None if block.new_cache is None else next(remaining))
@@ -82,13 +82,13 @@ class MtpHead(nn.Module):
 
     def __init__(
         self,
-        layers: list[MtpLayer],  # one, or in a chain one for each draft
+        layers: list[MtpLayer],  # one, or if chained one for each drafted token
         convention: MtpConvention,
         *,
-        # Whether layer k makes draft k, from the output of layer k - 1 at the same
-        # position. Otherwise the first layer makes all drafts
+        # Whether layer k makes drafted token k, from the output of layer k - 1 at the
+        # same position. Otherwise the first layer makes all drafted tokens
         chained: bool = False,
-        # The largest number of drafts in a round; None: any number
+        # The largest number of drafted tokens in a round; None: any number
         depth: int | None = None,
     ) -> None:
         super().__init__()
@@ -112,7 +112,8 @@ class Mtp(HeadOnTarget):
 
     Args:
         head: the head.
-        ends: embeds tokens and makes logits for layers without embedding or output.
+        ends: embeds tokens and makes logits for layers without their own embedding or
+            output layer.
         ids: the token ids, uint32 [n], to which the layers' own output layers are cut;
             the logits of `ends` must have the same ids. None: all ids.
     """

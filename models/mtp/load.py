@@ -1,7 +1,7 @@
 """Reading the MTP head of a target from files into a module.
 
-No convention is probed here, see `load_with_convention`. If the files leave something
-open, an error says what to name.
+No convention is probed here, see `load_with_convention`. If the files do not say how
+norms are stored, an error asks for that.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
 from mlx_speculation.models.mtp.transforms import norms_of, transformed, with_ones
 from mlx_speculation.models.safetensors_layout import header, weight_files
 
-# Values by which packs say that norms are stored as w and applied as 1 + w.
+# Values by which converted files say that norms are stored as w and applied as 1 + w.
 _PLUS_ONE_FLAGS = ("delta", "delta_plus_one", "mlx_delta")
 _FLAG_PLACES = (
     ("mtplx_mtp_norm_encoding",),

@@ -3,7 +3,8 @@
 The first of these sources that has the convention counts:
 
     1. the caller
-    2. the pack's own files; a probe finds out how norms are stored if they do not say
+    2. the files of an MTPLX pack (see `pack_convention`); if these do not say how norms
+       are stored, a probe finds it out
     3. the saved result of an earlier probe of the same target and head
     4. a probe now, whose result is saved
 """

@@ -1,6 +1,6 @@
-"""Conventions that packs of MTPLX name for their heads.
+"""Conventions that packs (model folders) of MTPLX name for their heads.
 
-They are in mtplx_runtime.json as "mtp_contract", or in config.json as
+A convention is in mtplx_runtime.json as "mtp_contract", or in config.json as
 "mtplx_mtp_contract":
 
     base_hidden_variant   the target's state that the head reads: post_norm or pre_norm
@@ -8,7 +8,7 @@ They are in mtplx_runtime.json as "mtp_contract", or in config.json as
     concat_order          embedding_hidden or hidden_embedding
     mtp_position_mode     cache, local or absolute: these differ by a constant shift of
                           all positions, which does not change a rotary head's output
-    mtp_quant_*, mtp_prequantized      not read: the tensors' shapes show it
+    mtp_quant_*, mtp_prequantized      not read: the tensors' shapes show the format
 
 Missing fields mean post_norm, post_norm and embedding_hidden. A convention with an
 unknown field or value is ignored.
@@ -23,7 +23,7 @@ from mlx_speculation.warn import notice
 
 RUNTIME = "mtplx_runtime.json"
 _SIDES = {"post_norm": "after_norm", "pre_norm": "before_norm"}
-# Our names of the fields, and our values for theirs
+# MTPLX's name of a field -> our name, and MTPLX's values -> our values
 _FIELDS: dict[str, tuple[str, dict[str, str]]] = {
     "base_hidden_variant": ("hidden", _SIDES),
     "hidden_variant": ("recycled", _SIDES),
@@ -43,7 +43,7 @@ _NOT_READ = (
 
 
 def pack_convention(folder: Path, config: dict[str, Any]) -> MtpConvention | None:
-    """Return the convention that a pack names, with a notice; None: it names none."""
+    """Return the convention that a pack names, and notify the user; None: no such."""
     where, fields = "config.json", config.get("mtplx_mtp_contract")
     try:
         if (folder / RUNTIME).is_file():

@@ -2,12 +2,13 @@
 
 Let a head with one layer hold positions 0 to m - 1, and let n positions of committed
 text be known. A round writes positions m to n - 1, and then one position for each
-further draft. A commit keeps positions m to n - 1, whichever drafts are accepted, since
-they are of committed text.
+drafted token after the first. A commit keeps positions m to n - 1, whichever tokens are
+accepted, since these positions are of committed text.
 
-In a chain each layer has its own cache. Layer k reads the states of layer k - 1 at the
-same positions, and tokens k positions further. So its last k positions read drafted
-tokens. They are not kept, and the states that they read wait for the next round:
+In a chain, a head whose layers draft one token each, each layer has its own cache.
+Layer k reads the states of layer k - 1 at the same positions, and the tokens k places
+further on. So the last k positions of layer k read drafted tokens. These positions are
+not kept, and the states of layer k - 1 at these positions wait for the next round:
 
     n = 6, two layers             layer 0            layer 1
     held before the round         0 to 2             0 to 1; 2 waits
@@ -19,16 +20,17 @@ rows padded on the right, and each text keeps its own positions. In a chain each
 runs once over all positions. Other heads first feed all positions but each text's last,
 and then draft from the last one:
 
-    to be written    5 6 7                  row 0       4        row 1, keys and values
-    fed              5 6                    .
+                     text 0       text 1
+    to be written    5 6 7        4
+    fed              5 6          padding      only for keys and values
     kept             5 6
-    drafted from     7 d1 d2                4 d1 d2
-    kept             7                      4
+    drafted from     7 d1 d2      4 d1 d2
+    kept             7            4
 
-A head that makes all drafts in one forward (`ParallelHead`) writes the drafts after 7
-and 4 in that forward, and they are dropped as well. Padding is never attended to: it
-comes after the positions of its forward, and is dropped before the next one. So no text
-waits for another, and none is fed twice.
+A head that drafts all tokens in one forward (`ParallelHead`) writes the drafted tokens
+after 7 and 4 in that forward, and they are dropped as well. Padding is never attended
+to: it comes after the positions of its forward, and is dropped before the next forward.
+So no text waits for another, and no position is fed twice.
 """
 
 from collections.abc import Sequence
@@ -61,7 +63,7 @@ class HeadRows:
 
     @property
     def chained(self) -> bool:
-        """Return whether each layer makes a draft."""
+        """Return whether each layer drafts one token."""
         return len(self.layers) > 1
 
     @property
@@ -76,7 +78,7 @@ class HeadRows:
 
 
 class HeadRound:
-    """Writes to caches of a head, which can be undone until the next writes.
+    """Writes to a head's caches; they can be undone until the next round writes.
 
     Arguments of its methods: `hidden` has the input states from each text's next
     position on, [texts, n, dim]; `texts` has the known tokens; `stops` has the end,
@@ -97,7 +99,7 @@ class HeadRound:
         self._before = rows.ends, rows.waiting
         self._ends, self._waiting = [*rows.ends], [*rows.waiting]
         self._speculations: list[Any] = []
-        # Speculations that are not committed, with the kept positions of each text
+        # Speculations not committed yet, and how many positions of each text to keep
         self._open: list[tuple[Any, list[int]]] = []
 
     def feed(self, hidden: mx.array | None, texts: Texts, stops: Sequence[int]) -> None:
@@ -106,7 +108,7 @@ class HeadRound:
         self.commit()
 
     def read(self, hidden: mx.array | None, texts: Texts, stops: Sequence[int]) -> None:
-        """Feed and evaluate the result; if that fails, nothing is kept."""
+        """Feed as `feed` does, and evaluate the caches; on an error keep nothing."""
         try:
             self.feed(hidden, texts, stops)
             mx.eval([states(caches) for caches in self._rows.layers], self._waiting)
@@ -124,14 +126,15 @@ class HeadRound:
     ) -> None:
         """Write positions, and draft after them; see `ParallelHead`.
 
-        With several texts, a head that is no chain writes at most one position of each.
+        With several texts, at most one position of each may be written, except in a
+        chain.
 
         Args:
             hidden: see the class.
             texts: see the class.
             stops: see the class.
-            count: how many drafts, at least 1, and at most the head's depth.
-            choose: gets logits [texts, n] and returns the next drafts, [texts].
+            count: how many tokens to draft, at least 1, and at most the head's depth.
+            choose: gets logits [texts, n] and returns the next drafted tokens, [texts].
         """
         if self._rows.chained:
             self._run(hidden, texts, stops, count, choose)
@@ -154,13 +157,13 @@ class HeadRound:
         self._rows.ends, self._rows.waiting = [*self._ends], [*self._waiting]
 
     def rollback(self) -> None:
-        """Undo the whole round, also after a commit. Never raises."""
+        """Undo the whole round, even after a commit. Never raises."""
         for speculation in reversed(self._speculations):
             speculation.rollback()
         self._rows.ends, self._rows.waiting = self._before
 
     def write(self, layer: int, ends: Sequence[int]) -> Any:
-        """Return a layer's caches to write to; a commit keeps positions up to ends."""
+        """Return a layer's caches to write to; a commit keeps what is before `ends`."""
         caches, starts = self._rows.layers[layer], self._ends[layer]
         self._ends[layer] = [*ends]
         if not caches:  # a head that reads the target's caches
@@ -216,12 +219,12 @@ class HeadRound:
             first = [start + layer + 1 for start in starts]
             tokens = _tokens(texts, first, widths, drafts)
             caches = self.write(layer, ends)
-            if choose is None and last:  # a `ParallelHead` takes no layer
+            if choose is None and last:  # a `ParallelHead` takes no `layer`
                 mtp.history(part, tokens, caches, *((layer,) if layer else ()))
                 continue
             if choose is not None and len(texts) > 1:
                 out = mtp.ragged(part, tokens, caches, layer, widths)
-            else:  # all positions if the next layer reads them, now or later
+            else:  # all positions, if a next layer reads them now or later
                 out = (mtp.step if last else mtp.rows)(part, tokens, caches, layer)
             if choose is not None:
                 drafts.append(choose(out.logits[:, -1]))
@@ -248,7 +251,7 @@ def beneath(parts: Sequence[mx.array | None]) -> mx.array | None:
 def _tokens(
     texts: Texts, firsts: Sequence[int], widths: Sequence[int], drafts: list[mx.array]
 ) -> mx.array:
-    """Return each text's ids from `firsts` on, then drafts, [rows, max(widths)]."""
+    """Return each text's ids from `firsts` on, then `drafts`, [rows, max(widths)]."""
     known = [
         text[first : first + width]
         for text, first, width in zip(texts, firsts, widths, strict=True)
@@ -275,7 +278,8 @@ def _followed_by(
         first: [rows, n, ...].
         counts: how many columns of `first` each row has.
         second: [rows, m, ...].
-        late: how many columns of `second` each row leaves out; none when omitted.
+        late: how many of the first columns of `second` each row leaves out; none when
+            omitted.
     """
     both = mx.concatenate([first, second], axis=1)
     size, columns = first.shape[1], np.arange(both.shape[1])

@@ -3,7 +3,7 @@
 mlx-lm converts only the layers of a target, and drops the head. The conversions
 here depend on the tensors alone, never on config.json:
 
-    X.weight, X.weight_scale_inv         e4m3 in blocks of 128 x 128: made bfloat16
+    X.weight, X.weight_scale_inv         e4m3, a scale for each 128 x 128: made bfloat16
     experts.{e}.gate_proj.weight ...     stacked to switch_mlp.gate_proj.weight
     experts.gate_up_proj [E, 2I, H]      split: the gate's rows come first
     kv_b_proj [heads * (nope + v), rank] split into embed_q and unembed_out
@@ -38,7 +38,7 @@ def transformed(weights: Weights, wanted: Shapes) -> Weights:
     Unknown tensors stay unchanged; `check_shapes` refuses them later.
 
     Args:
-        weights: the weights as they are stored, with prefixes of names in `MtpHead`.
+        weights: the stored weights; their names begin as those in `MtpHead` do.
         wanted: the shapes of the module's parameters, before it is quantized.
 
     Raises:
@@ -61,7 +61,7 @@ def with_ones(stored: Weights, norms: Norms) -> Weights:
 
     Args:
         stored: the weights as they are stored.
-        norms: the weights to which one is added, see `MtpConvention`.
+        norms: how the weights are stored, see `MtpConvention`.
     """
 
     def lacks_one(name: str) -> bool:
@@ -90,7 +90,7 @@ def _without_fp8(weights: Weights) -> Weights:
 
 
 def _from_fp8(name: str, weight: mx.array, scales: mx.array) -> mx.array:
-    """Return e4m3 bytes [m, n] times the scale of their block, as bfloat16."""
+    """Return e4m3 numbers (bytes [m, n]) times the scales of their blocks, bfloat16."""
     size = _FP8_BLOCK
     blocks = tuple(-(-length // size) for length in weight.shape)
     if weight.dtype != mx.uint8 or scales.shape != blocks:
@@ -149,7 +149,7 @@ def _split_fused_experts(weights: Weights) -> Weights:
 
 
 def _split_latent(weights: Weights, wanted: Shapes) -> Weights:
-    """Split kv_b_proj; packed weights are unpacked, exactly but with more memory."""
+    """Split kv_b_proj; a quantized one is dequantized, which takes more memory."""
     result = dict(weights)
     for name in weights:
         path = name.removesuffix(".kv_b_proj.weight")

@@ -11,7 +11,8 @@ its parent:
     4 nodes     a .6   ac .5   b .3   be .2
 
 Nothing is read back to the host: only the device knows the chosen nodes. The path of
-first choices comes first in the tree: if it is accepted, no rows move in the caches.
+first choices (at each level the likeliest child) comes first in the tree: if this path
+is accepted, no rows move in the caches.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-BEAM = 8  # nodes that are run at each level, at most
+BEAM = 8  # the largest number of nodes that are run at a level
 CHILDREN = 4  # children of each node that is run
 _LESS = 1e-4  # the least difference of log-probability between a parent and a child
 
@@ -29,9 +30,9 @@ class Level(NamedTuple):
 
     Attributes:
         tokens: uint32 [1, nodes].
-        above: int32 [nodes], the index of each node's parent in the level run before.
-        seen: bool [nodes, columns], for each node, its ancestors and itself among all
-            nodes that are run, level by level.
+        above: int32 [nodes], the index of each node's parent in the previous level.
+        seen: bool [nodes, columns], whether a column is the node itself or an ancestor;
+            there is a column for each node run so far, these nodes included.
     """
 
     tokens: mx.array
@@ -39,8 +40,8 @@ class Level(NamedTuple):
     seen: mx.array
 
 
-# Returns the likeliest children of the nodes that were run last: ids, uint32, and their
-# log-probabilities, float32, both [nodes, count]
+# Takes a count, and returns the likeliest children of each node that was run last: ids,
+# uint32, and their log-probabilities, float32, both [nodes, count]
 Children = Callable[[int], tuple[mx.array, mx.array]]
 
 
@@ -57,8 +58,8 @@ def grow(
 
     Returns:
         The tokens, uint32 [nodes], or fewer if the levels have fewer candidates; and
-        the index of each node's parent, int32 [nodes], smaller than the node's own; -1:
-        the root.
+        the index of each node's parent, int32 [nodes], smaller than the node's own
+        index. Index -1 is the root.
     """
     beam = min(BEAM, nodes)
     tokens, values = (each[0] for each in children(nodes if levels == 1 else beam))
@@ -67,7 +68,7 @@ def grow(
     first = mx.arange(width) == 0  # whether nodes are on the path of first choices
     parents = mx.full(width, -1, mx.int32)
     every = [(tokens, values, parents, first)]
-    place = mx.arange(width, dtype=mx.int32)  # indices of the beam in all candidates
+    place = mx.arange(width, dtype=mx.int32)  # the beam among all candidates
     above = mx.zeros(width, mx.int32)
     seen = mx.eye(width, dtype=mx.bool_)
     count = width

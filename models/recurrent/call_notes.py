@@ -5,10 +5,10 @@ the notes in a context variable, which is separate for each thread. Outside of a
 recorded call there are no notes, and a hooked part only does its work.
 
 A hooked instance gets a class of its own (see `models.instance_hooks`). Nothing in
-mlx-lm is patched: if a mixer calls a scan by its global name, the class has a copy of
-the method with its own globals, in which that name records the call. Other uses of the
-same module do not change. A scan that other code replaced before the hook was made is
-not recorded.
+mlx-lm is patched: if a method of a mixer calls a scan by a global name, the class has a
+copy of the method with other globals, in which the name is a function that records the
+call. Other uses of the scan's module do not change. A scan that other code replaced
+before the hook was made is not recorded.
 """
 
 import functools

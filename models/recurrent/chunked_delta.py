@@ -1,7 +1,7 @@
 """A block of gated delta steps by matrix products, with the state after each prefix.
 
-mlx-lm 0.32.2 runs the recurrence token by token on devices without a kernel, so a
-verify of k + 1 tokens takes k + 1 times as long. Let S be the state [Dv, Dk] of a head
+mlx-lm 0.32.2 runs the recurrence token by token on devices without a kernel, so k + 1
+tokens take k + 1 times as long as one token. Let S be the state [Dv, Dk] of a head
 before the block, g_t the decays, b_t the betas, R_ti = g_(i+1) ... g_t for i <= t, and
 R_t = g_1 ... g_t:
 
@@ -36,12 +36,12 @@ from mlx_speculation.models.ops.dispatch import gated_delta_kernel
 from mlx_speculation.models.round_context import rows_differ
 
 # The largest block, in rows, in which products over all pairs of rows take less time
-# than steps: twice the longest draft of a lookup.
+# than single steps. It is twice the longest draft of a lookup.
 LONGEST = 32
 
 
 class _Block(NamedTuple):
-    """Results of `_run`; heads are [key heads, value heads for each of them]."""
+    """Results of `_run`; `*heads` are key heads, and value heads for each key head."""
 
     y: mx.array  # [batch, rows, value heads, Dv], float32
     updates: mx.array  # u_t, [batch, *heads, rows, Dv]

@@ -1,16 +1,16 @@
 """Recording of the inputs of recurrent mixers, so that a prefix can be replayed.
 
-A hooked mixer gets a class of its own. On the cache passed to a call, this class also
-records the call's arguments, and notes of its convolutions and its scan. Only the
-caches of a `Speculation` record calls. Nothing is stored on the model, so generators
-and threads do not affect each other. Parameter paths, `isinstance` and logits stay the
-same.
+A hooked mixer gets a class of its own. For each call, this class records the arguments,
+and notes of the mixer's convolutions and scan, on the cache that is passed to the call.
+Only the caches of a `Speculation` record calls. Nothing is stored on the model, so
+generators and threads do not affect each other. Parameter paths, `isinstance` and
+logits stay the same.
 
 For the mixers in `mixers.MIXERS`, tests show that replay equals plain decoding
 (tests/models). There are three cases:
 
     notes complete       the state follows from the notes; no weights are read
-    otherwise            the mixer runs again over its recorded inputs; counted
+    otherwise            the mixer runs again over its recorded inputs, and is counted
     mixer not listed,    it is not hooked, and after a partial acceptance the model runs
     or source changed    again: correct, but it takes one forward
 """

@@ -1,7 +1,7 @@
-"""Replay: the state after a prefix, from notes of a mixer's call.
+"""Replay: the state after a prefix, from notes of the calls inside of a mixer's call.
 
-A mixer that runs again over its inputs reads the weights of its projections again,
-which are most of the weights that a decode step reads. But its states follow from less:
+If a mixer runs again over its inputs, it reads the weights of its projections again.
+They are most of the weights that a decode step reads. But the states follow from less:
 
     state of                     follows from                       cost
     a causal convolution         the rows that went into it         a copy of K - 1 rows
@@ -78,9 +78,9 @@ class Scan:
 class Watch:
     """Calls to record: paths of parts, names of methods, a scan."""
 
-    inputs: tuple[str, ...] = ()  # parts of the mixer whose first array is recorded
+    inputs: tuple[str, ...] = ()  # parts whose first array argument is recorded
     outputs: tuple[str, ...] = ()  # parts whose result is recorded
-    methods: tuple[str, ...] = ()  # methods whose first array is recorded
+    methods: tuple[str, ...] = ()  # methods whose first array argument is recorded
     scan: Scan | None = None  # the scan whose arguments are recorded
 
 
@@ -98,7 +98,7 @@ class Recipe(Protocol):
         ...
 
     def replay(self, call: "MixerCall", cache: ArraysCache, keep: int) -> None:
-        """Change `cache` from the state before the call to the state after `keep`."""
+        """Change `cache` from the state before the call to that after `keep` rows."""
         ...
 
 

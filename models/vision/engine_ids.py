@@ -1,10 +1,11 @@
 """The ids of a prompt as the engine reads them: one for each slot of an image.
 
-Most families have such ids already. The exceptions, by `Family.slots`:
+A slot is a position at which the model reads an embedding of an image. Most families
+have one id for each slot already. The exceptions, by `Family.slots`:
 
     spread   the number of ids of an image is not its number of slots
     beyond   ids of slots have no row in the output layer, so they cannot be drafted
-    bounds   slots have any ids, and the processor returns their bounds
+    bounds   slots may have any ids; the processor returns the bounds of the slots
 
 For these the engine reads -1, which is no token id, in each slot. The model still reads
 the original ids, `ImagePrompt.given`.
@@ -22,8 +23,8 @@ def spread(prompt: ImagePrompt, placeholder: int, rows: int) -> ImagePrompt:
     """Return a prompt with as many ids for an image as the image has embedding rows.
 
     Args:
-        prompt: has placeholders for one image; or one placeholder for each image or
-            part, whose rows `pixel_attention_mask` gives.
+        prompt: has placeholders for one image only; or one placeholder for each image
+            or part of one, and a `pixel_attention_mask` that gives the rows of each.
         placeholder: the id of a placeholder, which may be negative.
         rows: the number of rows of the prompt's embeddings.
     """

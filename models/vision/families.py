@@ -1,8 +1,9 @@
 """Families of mlx-vlm: supported ones, and reasons why others are refused.
 
 `families.toml` beside this file lists every family that has a vision part. A family is
-supported if a test compares its text with mlx-vlm's, with images and without, under
-drafts (tests/engine/test_vision_families.py). A family that is not listed is refused.
+supported if a test compares its text, written with drafts, with mlx-vlm's text, with
+images and without (tests/engine/test_vision_families.py). A family that is not listed
+is refused.
 """
 
 import tomllib
@@ -30,8 +31,8 @@ class Family:
             way than text does, and every call has to pass the positions.
         axes_last: whether positions are [1, n, 3] instead of [3, 1, n].
         recurrent: whether some layers are recurrent, see `recurrent_slots`.
-        one_pass: whether a config may let tokens of an image see later tokens of it.
-            Then one forward has to hold all images of a prompt.
+        one_pass: whether a config may let tokens of an image see later tokens of the
+            same image. Then one forward has to hold all images of a prompt.
         quantizes: whether its attention was tested with quantized caches. mlx-lm cannot
             quantize windows, so this is False for families with sliding layers.
         one_image: whether mlx-vlm reads at most one image in a prompt.

@@ -20,7 +20,7 @@ from mlx_speculation.models.vision.vision_target import VisionTarget
 
 # Fields of mlx-vlm's features with an axis of the prompt's length, and that axis.
 _ALONG = {"position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
-# Fields that the supported language models do not read in a prefill.
+# Other known fields: read by name below, or not read by supported models in a prefill.
 _UNREAD = {"inputs_embeds", "attention_mask_4d", "attention_mask", "rope_deltas"}
 _PER_SLOT = "deepstack_visual_embeds"
 
@@ -28,7 +28,8 @@ _PER_SLOT = "deepstack_visual_embeds"
 class ImageForward:
     """Calls the target for one request: `forward(ids [1, n], cache) -> logits`.
 
-    The vision tower runs with the first chunk that holds a part of an image.
+    The vision tower runs in the first call, if this call begins before the last image's
+    end.
 
     Args:
         target: the target.
@@ -148,7 +149,7 @@ def _images(prompt: ImagePrompt) -> int:
 
 
 def _last_moved(fields: dict[str, Any], shift: int) -> int:
-    """Return the last place where positions are not place + shift; -1: no such place.
+    """Return the last place whose position is not place + shift; -1: no such place.
 
     In MiniCPM the token after an image has a position of its own.
     """

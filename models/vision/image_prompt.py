@@ -1,4 +1,4 @@
-"""A prompt with images: token ids, some of which stand for slots of images."""
+"""A prompt with images: token ids, some of which stand for slots (see `engine_ids`)."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from mlx_speculation.errors import InvalidRequestError
 _LEAST_KEY = 1 << 62
 # Stands for a slot that has no token id of its own, or a negative one.
 SLOT = -1
-# Outputs of a processor that are no tensors of images.
+# Outputs of a processor that belong to the text.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids")
 # A tensor of all images; a list with a tensor for each image, if their shapes differ
 # (Gemma 4); or a list of such lists, one for each prompt (MiniCPM).
@@ -100,7 +100,7 @@ class ImagePrompt:
 
         The key of a token is its id. The key of an image's slot is a hash of all
         tensors of images and of the slot's place. So two prompts share slots only if
-        all their images are equal; otherwise they share the text before the first one.
+        all their images are equal; otherwise they share the text before the first slot.
         """
         digest = self._digest()
         return [
@@ -130,7 +130,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _size(value: Any) -> int:
-    """Return the number of elements: 0 if a processor returns an empty tensor."""
+    """Return the number of elements of a processor's output; 1 if it does not say."""
     size = getattr(value, "size", 1)
     return size if isinstance(size, int) else 1
 

@@ -81,7 +81,7 @@ def load_vision(
         inner = getattr(processor, "tokenizer", processor)
         ends = inner.stopping_criteria.eos_token_ids
         template = getattr(processor, "chat_template", None)
-        if isinstance(template, str):  # it may be in a file of its own
+        if isinstance(template, str):  # the template may be in a file of its own
             more["chat_template"] = template
         tokenizer = load_tokenizer(folder, more, eos_token_ids=ends)
     except Exception as error:
@@ -96,7 +96,7 @@ def load_vision(
 
 
 def _check_library(path_or_repo: str | Path) -> None:
-    """Raise an error if mlx-vlm is missing, and another if the model is text-only."""
+    """Raise an error if mlx-vlm is missing; for a text-only model the error says so."""
     if find_spec("mlx_vlm") is not None:
         return
     here = Path(path_or_repo).expanduser()
@@ -200,13 +200,13 @@ class Processor:
 def usable(processor: Any, config: Any) -> Any:
     """Return a processor that works with transformers 5.24.
 
-    In mlx-vlm 0.7.10 the processor of llava passes `padding`, which is meant for its
-    tokenizer, also to its image processor, and this refuses the keyword. Remove this
-    function when mlx-vlm no longer does so.
+    In mlx-vlm 0.7.10 the processor of llava passes `padding` to its tokenizer, and also
+    to its image processor, which refuses the keyword. Remove this function when mlx-vlm
+    no longer does so.
     """
     if getattr(config, "model_type", None) != "llava":
         return processor
-    result = copy.copy(processor)  # so that the caller's does not change
+    result = copy.copy(processor)  # the caller's processor must not change
     result.image_processor = _WithoutPadding(processor.image_processor)
     return result
 

@@ -3,13 +3,13 @@
 mlx-lm's layers assign states to a cache, but mlx-vlm's layers pass the cache an
 operation that makes a state. `RecurrentSlots` runs the operation and writes to mlx-lm's
 class, which this library can roll back. In a round it also records the states after
-fewer rows, so that only the first rows of the round can be kept:
+fewer rows, so that a commit can keep only the first rows of the round:
 
     update_window     a short convolution: the state after n rows is a view of its input
     update_recurrent  a scan: the operation returns the state after each row
 
-Nothing is recorded for a layer that assigns its states. If only the first rows are
-kept, the model then runs again.
+Nothing is recorded for a layer that assigns its states. For a model with such a layer,
+a commit of only the first rows runs the model again.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _OPERATIONS = tuple(object() for _ in range(8))
 
 @dataclass(frozen=True, slots=True)
 class SlotCall:
-    """One operation on one slot, see `RecordedCall`."""
+    """One operation on one slot (an entry of the cache), see `RecordedCall`."""
 
     mixer: object
     width: int  # the number of rows
@@ -79,9 +79,9 @@ class RecurrentSlots:
         Args:
             slot: the slot of the state.
             length: the number of rows.
-            update: takes the state and n: it has to return the state after each of the
-                first n rows; None: no such states. Returns the output, the last state
-                and, if asked, these states [batch, n, ...].
+            update: takes the state, and a number n or None. Returns the output, the
+                last state and, unless n is None, the state after each of the first n
+                rows, [batch, n, ...].
         """
         steps = length - 1 if self._notes and length > 1 else None
         output, state, *rest = update(self._cache[slot], steps)

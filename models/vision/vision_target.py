@@ -1,8 +1,8 @@
 """A model of mlx-vlm as a target, with the interface of an mlx-lm model.
 
 For families with positions of several axes (M-RoPE), every call passes positions.
-Otherwise mlx-vlm would keep them on the model, and the next request would read the
-positions of the last one. A `VisionTarget` keeps no state of a request.
+Otherwise mlx-vlm would keep positions on the model, and the next request would read
+those of the previous request. A `VisionTarget` keeps no state of a request.
 """
 
 import importlib
