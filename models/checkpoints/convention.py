@@ -24,7 +24,7 @@ NORM_NAMES = (
     "k_norm",
     "final",
 )
-# The norms that known packs leave in the form w, applied as 1 + w.
+# The norms that known converters leave in the form w, applied as 1 + w.
 MIXED_NORMS = NORM_NAMES[:4]
 
 

@@ -242,7 +242,7 @@ def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | Non
         drafter: the drafter's name, for messages.
 
     Raises:
-        ModelFolderError: columns share an id, or the target lacks one.
+        ModelFolderError: columns share an id, the target lacks an id, or t2d differs.
     """
     shifts, known = weights.pop("d2t", None), weights.pop("t2d", None)
     if shifts is None:

@@ -56,10 +56,10 @@ class HeadState(NamedTuple):
 
 
 class HeadOnTarget(ABC):
-    """A head on its target, which runs positions and writes them to the caches.
+    """A head on its target: runs positions, and writes them to the caches.
 
     Attributes:
-        head: the head. `chained`: whether each layer makes one token of a chain;
+        head: the head. `chained`: whether each layer drafts one token, as in a chain;
             `depth`: the largest number of drafted tokens in a round, or None for no
             limit; `new_caches()` makes a list of caches for each layer.
     """

@@ -33,7 +33,7 @@ def gemma_args(config: Config, name: str) -> gemma4_text.ModelArgs | None:
         The arguments; None: the drafter has layers of another kind.
 
     Raises:
-        ModelFolderError: their rotation is not understood.
+        ModelFolderError: the rotation of the layers is not understood.
     """
     part = layer_part(config)
     names = f"{config.get('architectures')} {part.get('model_type')}"

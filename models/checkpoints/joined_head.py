@@ -93,7 +93,7 @@ class JoinedHead(nn.Module):
         return rows.astype(self.dtype)
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return logits for normed states, by its own output layer or the target's."""
+        """Return logits of normed states, by the head's output layer if it has one."""
         if "lm_head" not in self:
             return target.head(normed)
         result: mx.array = self.lm_head(normed)

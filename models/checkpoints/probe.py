@@ -9,7 +9,7 @@ target's distribution and q the drafter's, the score is
 This is the expected log-probability that the drafter gives to the target's token. The
 log-probability of the token that was written would not do: that token is always the
 most probable one, so overconfident candidates would win (Gneiting and Raftery 2007,
-section 3, on proper scores).
+section 3, on proper scores). Two shares show whether a candidate is right at all:
 
     agreement  the share of places where p and q have the same most probable token
     chance     the share expected by chance, from how often each token is the most

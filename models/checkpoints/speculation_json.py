@@ -7,7 +7,7 @@
     kind          the kind of draft in the folder; by default the draft's config.json
                   tells it
     convention    for an MTP head: some of hidden, recycled, order and norms
-    draft_length  tokens to draft in a round, unless the caller says
+    draft_length  tokens to draft in a round, unless the caller passes a number
 
 Other keys and repeated keys are refused, and so are paths that lead elsewhere,
 including paths that do so through a link.
@@ -98,7 +98,7 @@ def _folder(file: Path, draft: str) -> Path:
     try:
         result = (target / draft).resolve()
         is_folder = result.is_dir()
-    except (OSError, ValueError) as error:  # a name that is too long, or no text
+    except (OSError, ValueError) as error:  # the name is too long or invalid
         raise _wrong(file, f"draft = {draft[:60]!r}, which is no name", near) from error
     if not result.is_relative_to(target.parent):
         raise _wrong(file, f"draft = {draft!r}, which leads to {str(result)!r}", near)

@@ -139,7 +139,7 @@ def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
     usual = getattr(kind, method)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
-        # Steps of a draft are single rows, for which there is no kernel.
+        # A drafter's steps feed single rows, for which there is no kernel.
         if x.size == x.shape[-1] or device_of_round() != "cuda":
             plain: mx.array = usual(self, x)
             return plain

@@ -3,8 +3,8 @@
 A lazy array belongs to a stream of the thread that made it, and mlx cannot compute it
 in another thread: "There is no Stream(cpu, 0) in current thread". mlx-lm evaluates the
 parameters that it loads. A model may hold more arrays: tables and constants under names
-with an underscore, which are no parameters, and weights that a forward replaces, as
-gemma3n's does. Such arrays stay lazy if a forward is built and not computed.
+with an underscore, which are no parameters, and weights that a forward replaces, as in
+gemma3n. Such arrays stay lazy if a forward is built and not computed.
 """
 
 from collections.abc import Iterator

@@ -80,7 +80,7 @@ class Trace(Observer):
         return [call for call in self.calls if id(call.module) in members]
 
     def is_hidden(self, value: Any) -> bool:
-        """Return whether a value is an array [1, POSITIONS, something]."""
+        """Return whether a value is a floating-point array [1, POSITIONS, n]."""
         if not isinstance(value, mx.array) or value.ndim != 3:
             return False
         return value.shape[:2] == self.ids.shape and mx.issubdtype(

@@ -91,7 +91,7 @@ class RequestLane(Protocol):
         caches: a cache for each layer, with all requests; empty while a batch holds the
             lane's request.
         requests: the number of requests.
-        holder: the batch that holds the lane's request; None: the lane itself.
+        holder: the batch that holds the lane's request; None: the lane itself holds it.
         part: the number of layers that a round submits at once; 0: all of them. See
             `models.submit_layers`.
     """

@@ -210,7 +210,7 @@ class BatchRound(RequestRound):
         self.speculation = Speculation(lane.caches, whole=whole)
         self._members = lane.members
         self._kept: list[int] = []  # tokens kept of each request, once committed
-        # One head follows a target, so all followers have the same taps.
+        # All followers keep states for one head, so they have the same taps.
         followers = [each.follower for each in lane.members if each.follower]
         self._taps = followers[0].taps if followers else None
         self._hidden = None if self._taps is None else self._taps.states()

@@ -150,7 +150,7 @@ class Lane(RequestLane):
         return room if self.shape is None else min(room, self.shape.room(end))
 
     def begin(self, count: int = 1, *, whole: bool = False) -> "LaneRound":
-        """Open a round, see `RequestLane`; forwards are not padded to known shapes.
+        """Open a round, see `RequestLane`; here forwards are not padded to few shapes.
 
         Raises:
             InvalidRequestError: something else has written to the caches.
@@ -169,9 +169,9 @@ class Lane(RequestLane):
         return BatchLane(self.model, self.sizes).join([self, *lanes])
 
     def count_bytes(self, speculation: Speculation, width: int, whole: bool) -> None:
-        """Update `round_bytes` in the widest round yet, and once in `COUNTED_EVERY`.
+        """Update `round_bytes`; chunks of a prompt are not counted.
 
-        Chunks of a prompt are not counted.
+        Done in the widest round yet, and once in `COUNTED_EVERY` rounds.
         """
         if whole and width > 1:
             return

@@ -27,7 +27,7 @@ class Block:
     mask_array: bool = False  # whether its mask has to be an array
 
     def __call__(self, x: mx.array, cache: Any) -> mx.array:
-        """Run the block over rows [batch, positions, dim] that follow the cache's."""
+        """Run the block over rows [batch, positions, dim] after those in the cache."""
         module: Callable[..., mx.array] = self.module
         if self.new_cache is None:
             return module(x)
@@ -62,7 +62,7 @@ def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
     Args:
         layer: the name of the class.
         mask_array: see `Block`.
-        changes: changes of the target's arguments.
+        changes: the target's arguments to change, with their new values.
     """
 
     def build(args: Any, config: Config, k: int) -> list[Block]:

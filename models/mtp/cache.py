@@ -85,7 +85,7 @@ class HeadCache(HeadRows):
         return None if self.first else first_rows([*chain(*self.layers)], rows)
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Restore rows that `kept` returned, in a snapshot of a prefix of the text."""
+        """Restore a snapshot of rows that `kept` returned, for a prefix of the text."""
         restore(snapshot, [*chain(*self.layers)])
         layers, stop = len(self.layers), snapshot.stop
         self._hold(HeadState((stop,) * layers, (None,) * layers))
@@ -212,7 +212,7 @@ class BatchHeadCache(HeadRows):
         self.firsts: list[int] = []
 
     def join(self, each: Sequence[HeadCache]) -> None:
-        """Append copies of the rows of other caches. An error leaves all unchanged."""
+        """Append copies of the rows of other caches. An error changes nothing."""
         rows = len(self.firsts)
         joining = [merged(caches) for caches in _by_layer(one.layers for one in each)]
         ends = [[*layer] for layer in _by_layer(one.state.ends for one in each)]
@@ -244,7 +244,7 @@ class BatchHeadCache(HeadRows):
     def extract(self, row: int) -> tuple[int, list[list[Any]], HeadState]:
         """Return a row's first position, and copies of its caches and state."""
         ends = tuple(layer[row] for layer in self.ends)
-        lags = less(ends[:1] + ends[:-1], ends)  # behind the previous layer
+        lags = less(ends[:1] + ends[:-1], ends)  # how far behind the previous layer
         waiting = tuple(
             None if part is None else cut(part[row : row + 1], [0], [lag])
             for part, lag in zip(self.waiting, lags, strict=True)

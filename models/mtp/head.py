@@ -1,7 +1,7 @@
 """An MTP head of any family as a module; see `family` for the formulas.
 
-A head has caches of its own, of mlx-lm's classes. They count positions from the first
-one that they hold: all positions are shifted by the same number, so no output changes.
+A head has caches of its own, of mlx-lm's classes. These caches count positions from the
+first one that they hold. This shifts all positions equally, so no output changes.
 Positions of committed text need only their keys and values. They pass through the same
 blocks, but nothing else that the blocks compute for them is evaluated.
 """
@@ -31,7 +31,7 @@ class MtpLayer(nn.Module):
         eps: float,  # of the norms
         blocks: Sequence[Block],
         *,
-        # The first part of the concatenation, see `MtpConvention`
+        # The part that comes first in the concatenation, see `MtpConvention`
         order: str = "embedding_first",
         final: bool = True,  # whether there is a norm after the blocks
         output: int | None = None,  # columns of its own output layer, if it has one

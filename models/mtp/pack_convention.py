@@ -43,7 +43,7 @@ _NOT_READ = (
 
 
 def pack_convention(folder: Path, config: dict[str, Any]) -> MtpConvention | None:
-    """Return the convention that a pack names, and notify the user; None: no such."""
+    """Return the convention that a pack names, or None, and notify the user of it."""
     where, fields = "config.json", config.get("mtplx_mtp_contract")
     try:
         if (folder / RUNTIME).is_file():

@@ -12,7 +12,7 @@ not kept, and the states of layer k - 1 at these positions wait for the next rou
 
     n = 6, two layers             layer 0            layer 1
     held before the round         0 to 2             0 to 1; 2 waits
-    run                           3 to 5             2 to 5, 5 with a draft
+    run                           3 to 5             2 to 5; 5 reads a drafted token
     kept                          3 to 5             2 to 4; 5 waits
 
 Texts differ in the number of positions to write. They are fed together, with shorter
@@ -78,7 +78,7 @@ class HeadRows:
 
 
 class HeadRound:
-    """Writes to a head's caches; they can be undone until the next round writes.
+    """Writes to a head's caches, and undoes these writes until the next round writes.
 
     Arguments of its methods: `hidden` has the input states from each text's next
     position on, [texts, n, dim]; `texts` has the known tokens; `stops` has the end,

@@ -9,7 +9,7 @@ logits stay the same.
 For the mixers in `mixers.MIXERS`, tests show that replay equals plain decoding
 (tests/models). There are three cases:
 
-    notes complete       the state follows from the notes; no weights are read
+    notes complete       the state follows from the notes; projections do not run
     otherwise            the mixer runs again over its recorded inputs, and is counted
     mixer not listed,    it is not hooked, and after a partial acceptance the model runs
     or source changed    again: correct, but it takes one forward

@@ -1,7 +1,7 @@
 """Replay: the state after a prefix, from notes of the calls inside of a mixer's call.
 
-If a mixer runs again over its inputs, it reads the weights of its projections again.
-They are most of the weights that a decode step reads. But the states follow from less:
+If a mixer runs again over its inputs, it reads the weights of its projections again,
+most of the weights that a decode step reads. But the states follow from less:
 
     state of                     follows from                       cost
     a causal convolution         the rows that went into it         a copy of K - 1 rows

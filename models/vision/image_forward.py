@@ -28,8 +28,8 @@ _PER_SLOT = "deepstack_visual_embeds"
 class ImageForward:
     """Calls the target for one request: `forward(ids [1, n], cache) -> logits`.
 
-    The vision tower runs in the first call, if this call begins before the last image's
-    end.
+    The vision tower runs in the first call, unless this call begins behind the last
+    image.
 
     Args:
         target: the target.

@@ -226,7 +226,7 @@ class _WithoutPadding:
 
 
 def _array(value: Any) -> Any:
-    """Return a processor's output as an array of mlx; None: for text or None.
+    """Return a processor's output as an array of mlx; None if it is text or None.
 
     A list of arrays, which stands for images of different shapes, stays a list.
     """
