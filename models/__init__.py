@@ -1,4 +1,4 @@
-"""Models: an mlx-lm model with its caches as one lane, hooks, loading, draft heads.
+"""Models: lanes (an mlx-lm model with its caches), hooks, loading, draft heads.
 
 This package knows mlx-lm's models and tokenizers, but not how tokens are chosen. This
 module exports the names that all drafters use; each subpackage exports the names of one

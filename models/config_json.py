@@ -25,7 +25,7 @@ def read_json(
     *,
     most: int = LARGEST,  # how many bytes it may have
     # Whether to refuse duplicate keys. False for files that mlx-lm reads too: mlx-lm
-    # takes the last value
+    # takes the last value of a duplicate key
     unique_keys: bool = False,
     # The advice in errors
     advice: str = "Download it again, or correct it.",
@@ -62,7 +62,7 @@ PARTS = ("transformer_layer_config", "text_config", "dflash_config", "eagle_conf
 def parts_of(
     config: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a config.json and its nested parts, each with its path: "text_config."."""
+    """Yield a config and its nested parts; paths are "" and, for example, "a.b."."""
     yield path, config
     for key in PARTS:
         part = config.get(key)

@@ -1,8 +1,8 @@
 """Operations for one kind of machine, which replace those of mlx and mlx-lm.
 
 The packages `models/cpu` and `models/cuda`, called rooms, each make one `DeviceOps`.
-`models.ops` chooses among them, and no other module knows them. If no room supports a
-machine, mlx's own operations run, and the text is the same.
+`models.ops` chooses among the rooms, and no other module imports them. If no room
+supports a machine, mlx's own operations run, and the text is the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,11 +59,11 @@ class DeviceOps:
         attend: replaces `scaled_dot_product_attention` of mlx-lm in rounds. `attend`
             checks its arguments, and calls that function if it does not support them.
         hooks: yields the room's own hooks on a model, if they can be used here.
-        attention_dims: head dimensions for which the room has attention over a few rows
-            without a plan for each number of keys.
-        gated_delta: called with a q and a v. Returns a function that runs a block of
+        attention_dims: head dimensions for which the room's attention over a few rows
+            needs no cuDNN plan for each number of keys.
+        gated_delta: takes a q and a v, and returns a function that runs a block of
             gated delta steps of these shapes, with the arguments (q, k, v, g, beta,
-            state); None: the room has none.
+            state). None, here or as the result: the room has no such function.
         compile_draft: returns the compiled and tested forward of a draft model, or
             raises `UnsupportedModelError`.
     """

@@ -1,23 +1,23 @@
 """Models that cannot be fed in some ways, and the reasons, from `exclusions.toml`.
 
-Batches: all rows of a batch end at one column, so shorter ones have padding on their
-left, and after a verify rows keep different numbers of tokens. mlx-lm's batch caches
+Batches: all rows of a batch end at one column, so shorter rows have padding on their
+left, and after a round rows keep different numbers of tokens. mlx-lm's batch caches
 mask the padding and give every row its own positions, and most models work with them.
 Every architecture of mlx-lm 0.32.2 was decoded in batches and alone
 (tests/engine/batch/test_batch_census.py). A model that is in no table has not been
 tried, and its requests run alone.
 
-Drafts: a verify is one forward over several rows, whose results must equal those of
-rows that are fed one by one. This requires a causal model. Every architecture of mlx-lm
-was fed both ways (tests/engine/test_census.py); the one that is not causal is decoded
-without drafts.
+Drafts: the target reads drafted tokens in one forward. Its results must equal those for
+tokens that are fed one by one, which requires a causal model. Every architecture of
+mlx-lm was fed both ways (tests/engine/test_census.py); the one that is not causal is
+decoded without drafts.
 
 Prefix caches: a resumed prompt is cut into other forwards than a prompt that is read
 from the start. So a row's result must not depend on where a prompt is cut; in one model
 of mlx-lm it does.
 
-Steps of keys: models that were tried in this way see their keys in whole steps of rows
-(`caches/types/padded_kv.py`).
+Key steps: models that were tested with keys padded to whole steps of rows may get such
+keys (`caches/types/padded_kv.py`).
 """
 
 import tomllib
@@ -42,13 +42,13 @@ NOT_CAUSAL, DEPEND_ON_CUTS = _by_module("not_causal"), _by_module("depend_on_cut
 
 
 def is_one_of(model: nn.Module, names: Collection[str]) -> bool:
-    """Return whether a model is of one of these modules of mlx_lm.models."""
+    """Return whether a model's class is in one of these modules of mlx_lm.models."""
     package, _, name = type(model).__module__.rpartition(".")
     return package == "mlx_lm.models" and name in names
 
 
 def takes_key_steps(model: nn.Module) -> bool:
-    """Return whether a model may see keys in whole steps."""
+    """Return whether a model may get keys that are padded to whole steps."""
     return is_one_of(model, KEY_STEPS)
 
 
@@ -78,12 +78,12 @@ def check_resumable(model: nn.Module) -> None:
 
 
 def check_causal(model: nn.Module, passed: str = "draft") -> None:
-    """Refuse a model whose forward over several rows mixes them.
+    """Refuse a model whose rows depend on later tokens of the same forward.
 
     Args:
         model: the model.
-        passed: the argument that needs a causal model, for the error: "draft", or
-            "prefix_cache", as a row must not depend on the tokens fed with it.
+        passed: the argument that needs a causal model, "draft" or "prefix_cache"; the
+            error names it.
 
     Raises:
         InvalidRequestError: the model is one of `NOT_CAUSAL`.

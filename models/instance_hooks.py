@@ -29,14 +29,14 @@ class Hook(NamedTuple):
     args: tuple[Any, ...] = ()  # further arguments of `make`
 
 
-# Re-entrant: the garbage collector may run in the middle of a change, and remove the
-# hooks of a collected generator. Those hooks are then removed after the change.
+# Re-entrant: the garbage collector may run in the middle of a change, and call `remove`
+# for a collected generator. Its hooks are then removed after the change.
 _lock = threading.RLock()
 _changing = False
 _left: list["Hooked"] = []
 
-# Hooked modules by id, with the hook of each rank and its number of owners. An
-# attribute of the modules would be copied with them.
+# Hooked modules by id, with the hook of each rank and its number of owners. This is not
+# stored in attributes of the modules, which would be copied with the modules.
 _registry: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
 
 
@@ -69,7 +69,7 @@ def made_again(method: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 
 
 def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """Return a subclass of `kind` with the same name, whose copies are of `kind`."""
+    """Return a subclass of `kind` with its name; copies of instances are of `kind`."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     names_of_class = {**names, "__doc__": kind.__doc__, "_hooked_from": kind, **methods}
     names_of_class["__reduce_ex__"] = _reduced
@@ -94,10 +94,10 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
 
 
 class Hooked:
-    """Hooks on modules that one owner has installed, until it removes them.
+    """Hooks that one owner has installed on modules, until it removes them.
 
     Args:
-        hooks: pairs of a module and a hook. A module may come several times.
+        hooks: pairs of a module and a hook. A module may be in several pairs.
     """
 
     def __init__(self, hooks: Iterable[tuple[nn.Module, Hook]]) -> None:

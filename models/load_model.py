@@ -1,4 +1,4 @@
-"""Models and tokenizers, loaded and run with mlx-lm, ready for this machine."""
+"""Loading of models and tokenizers with mlx-lm, in the form that this machine needs."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -43,7 +43,8 @@ from mlx_speculation.models.safetensors_layout import check_index, named_files_o
 from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
 from mlx_speculation.models.vision.load import load_vision
 
-# Kinds of drafters, and functions that recognize their config.json; the first counts.
+# Kinds of drafters, and functions that recognize their config.json; the first match
+# counts.
 _DRAFTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "an MTP head": is_split_head,
     "a DSpark drafter": is_dspark,
@@ -53,7 +54,7 @@ _DRAFTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "an EAGLE-3 head": is_eagle,
     "a Gemma 4 assistant": is_assistant,
 }
-wired = wired_limit  # a context; does nothing on devices that page no memory
+wired = wired_limit  # a context manager; does nothing where no memory can be wired
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
 
 
@@ -78,7 +79,7 @@ def load(
             may run.
         group: the group over whose ranks the model is spread. Every rank calls `load`,
             and keeps its part of the weights.
-        parallel: the way to spread it: "tensor" or "pipeline".
+        parallel: the way to spread the model: "tensor" or "pipeline".
         vision: whether to load the model with mlx-vlm, as a target that reads images;
             None: if the folder has a vision part and mlx-lm lacks the architecture.
 

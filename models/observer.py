@@ -31,7 +31,8 @@ class Observer:
 
         Returns:
             None, or an array that replaces the call: it becomes the result, and neither
-            the module nor a further observer is called. An error ends the forward.
+            the module nor a further observer is called. An exception that this method
+            raises ends the forward.
         """
         return None
 
@@ -58,7 +59,7 @@ def observing(*observers: Observer, alone: bool = False) -> Iterator[None]:
 
 
 def first_array(values: Any) -> Any:
-    """Return an array itself, or the first of a tuple's or list's own arrays."""
+    """Return an array itself, or the first array among a tuple's or list's elements."""
     if isinstance(values, tuple | list):
         return next((value for value in values if isinstance(value, mx.array)), None)
     return values if isinstance(values, mx.array) else None

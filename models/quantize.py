@@ -1,9 +1,9 @@
 """Conversion of loaded weights to fewer bits or to float32.
 
-A drafter takes the time of reading its weights, and its choices change the speed, never
-the text. So its weights may have fewer bits than in the checkpoint. On a Linux CPU
-fewer bits save memory but no time: products with quantized weights do not use BLAS
-there.
+A drafter's forward takes about as long as reading its weights, and its drafts change
+the speed, never the text. So the weights may have fewer bits than in the checkpoint. On
+a Linux CPU fewer bits save memory but no time: products with quantized weights do not
+use BLAS there.
 """
 
 from typing import Any
@@ -101,7 +101,7 @@ def to_float32(model: nn.Module, *, lazy: bool = False) -> nn.Module:
     proportion to the number of their rows, so verifying k drafted tokens would cost k
     steps. Float32 takes 4 bytes a weight.
     """
-    model.set_dtype(mx.float32)  # scales first, so that products do not round
+    model.set_dtype(mx.float32)  # before dequantizing, so that its products are float32
     model = dequantize_model(model)
     if not lazy:
         mx.eval(model.parameters())

@@ -1,4 +1,4 @@
-"""Context of this thread's forward: whether a round runs it, and its operations.
+"""Context of this thread's forward: whether it belongs to a round, and its device.
 
 A round's forward has few rows, unlike a forward that reads a prompt. Some layers have a
 faster implementation for few rows, and some implementations are for one device only.
@@ -20,14 +20,14 @@ Device = Literal["cuda", "x86"]
 _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
 _device: ContextVar[Device | None] = ContextVar("device", default=None)
 _forward: ContextVar["Forward"] = ContextVar("forward")
-# [layers per part, layers built] of the forward being built. Parts are counted and not
-# timed, so that all ranks of a sharded model submit the same parts.
+# [layers per part, layers built] of the forward being built. A part is a number of
+# layers and not a time, so that all ranks of a sharded model submit the same parts.
 _parts: ContextVar[list[int] | None] = ContextVar("parts", default=None)
 _exact_rows: ContextVar[int] = ContextVar("exact_rows", default=0)
 
-# On a CPU a plain step of at most this many positions, of all rows, is submitted in
-# parts. A longer chunk of a prompt takes longer to compute than to build, and its parts
-# would hold more memory at once.
+# On a CPU a plain step of at most this many positions, counted over all rows, is
+# submitted in parts. A longer chunk of a prompt takes longer to compute than to build,
+# and its parts would hold more memory at once.
 MOST_POSITIONS = 64
 
 
@@ -47,7 +47,7 @@ class Forward:
         self.masks: dict[tuple[int, ...], tuple[Any, mx.array]] = {}
 
     def take(self, layer: int, x: mx.array) -> mx.array | None:
-        """Take the kept product of a layer with this array object; None: none is."""
+        """Take the kept product of a layer with this array object; None: not kept."""
         kept = self.kept.get(layer)
         if kept is None or kept[0] is not x:
             return None
@@ -81,7 +81,7 @@ def _openblas() -> bool:
 
 
 def rows_differ(dtype: mx.Dtype) -> bool:
-    """Return whether rows of a product differ by rounding from rows computed alone."""
+    """Return whether a product's row may round differently than if computed alone."""
     cpu: bool = mx.default_device().type == mx.DeviceType.cpu
     return cpu and dtype == mx.float32 and _openblas()
 
@@ -149,7 +149,8 @@ def fixed_shape_forward(rows: int) -> Iterator[None]:
     Args:
         rows: the number of rows that are no padding, at least 1.
     """
-    exact, inside = _exact_rows.set(rows), _in_round.set(True)  # of latent attention
+    # Latent attention reads `in_round`.
+    exact, inside = _exact_rows.set(rows), _in_round.set(True)
     try:
         yield
     finally:

@@ -114,14 +114,14 @@ def spare_files(folder: Path) -> list[Path]:
 def check_index(
     folder: Path, is_spare: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Refuse an index that names a tensor which its file does not hold.
+    """Refuse an index if a file lacks a tensor that the index places in it.
 
     A file that holds none of the tensors that the index names for it is not checked:
     such an index is older than a conversion of the files.
 
     Args:
         folder: the folder of the model.
-        is_spare: whether the model can do without a tensor of this name.
+        is_spare: returns whether the model can do without a tensor of this name.
 
     Raises:
         ModelFolderError: a file lacks a tensor, or two files hold the same one.

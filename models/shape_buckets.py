@@ -1,9 +1,9 @@
-"""Row counts to which forwards of a batch are padded: a few, if new ones cost much.
+"""Row counts to which forwards of a batch are padded where each new count costs time.
 
-On CUDA, cuDNN makes a plan for attention of two or more positions, in about 40 ms, for
-each number of rows (`caches/types/padded_kv.py`) and each number of positions. A batch
-of 32 rows that end one by one goes through 31 numbers of rows. With these sizes it goes
-through ten:
+On CUDA, attention of two or more positions needs a cuDNN plan for each number of rows
+and each number of positions. Making a plan takes about 40 ms, see
+`caches/types/padded_kv.py`. A batch of 32 rows that end one by one goes through 31
+numbers of rows. With these sizes it goes through ten:
 
     1  2  3  4  6  8  12  16  24  32  48  64 ...
 

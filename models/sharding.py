@@ -53,7 +53,7 @@ def broadcast(array: mx.array, group: Group) -> mx.array:
 
 
 def gathered(said: dict[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Return the messages of all ranks, in order. Waits for all ranks.
+    """Return the messages of all ranks, ordered by rank. Waits for all ranks.
 
     Raises:
         InvalidRequestError: this rank's message is too long.
@@ -173,7 +173,7 @@ def keeps_rows_alone(model: nn.Module) -> bool:
 def mark_of(model: nn.Module) -> str:
     """Return a mark made from the model's embeddings, which every rank has whole.
 
-    Models with different weights have different marks. The mark depends on the first
+    Models with different marks have different weights. The mark depends on the first
     and the last row of each embedding that is not inside of a layer.
     """
     mark = zlib.crc32(type(model).__module__.encode())

@@ -1,10 +1,10 @@
 """Parts of mlx-lm beyond its API that this package relies on, and source checks.
 
-`mlx_lm_touches.toml`, beside this file, lists them for caches/, models/ and samplers/,
-with the digest of each source. A mixer is replayed only if its digest is the listed
-one. A source with another digest, or without one (a bundle without .py files), counts
-as unknown, and so does a class with a method from elsewhere. An unknown mixer is not
-replayed: the model runs again instead, which is always correct.
+`mlx_lm_touches.toml`, beside this file, lists the parts that caches/, models/ and
+samplers/ use, with the digest of each source. A mixer is replayed only if its digest is
+the listed one. A source with another digest, or without one (a bundle without .py
+files), counts as unknown, and so does a class with a method that was written outside of
+it. An unknown mixer is not replayed: the model runs again, which is always correct.
 """
 
 import ast

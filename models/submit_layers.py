@@ -25,16 +25,16 @@ from mlx_speculation.models.observer import first_array
 from mlx_speculation.models.round_context import cuda_serves, on_cpu, parts_of_forward
 
 _RANK = 2  # outside of all other hooks: the outermost hook's result is submitted
-PART_SIZES = (0, 2, 4, 8, 16)  # layers of a round's forward at once; 0: all of them
+PART_SIZES = (0, 2, 4, 8, 16)  # layers that a round may submit at once; 0: all
 
 
 def usual_part() -> int:
     """Return how many layers a round submits at once if `calibrate` has not run.
 
-    With CUDA all of them (0), since small and quantized models lose as much as large
-    ones gain (docs/log/cuda_kernels.md). On Metal 8: other projects report a gain of 8
-    ms from parts of a few layers, without saying how many, and each command buffer
-    costs time.
+    With CUDA it is all of them (0): by smaller parts, small and quantized models lose
+    as much as large models gain (docs/log/cuda_kernels.md). On Metal it is 8 layers:
+    other projects report a gain of 8 ms from parts of a few layers, without saying how
+    many, and each command buffer costs time.
     """
     return 0 if on_cpu() or cuda_serves() else 8
 

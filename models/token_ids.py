@@ -19,7 +19,7 @@ from mlx_speculation.errors import TokenizerMismatchError
 class TokenIds:
     """The ids that a tokenizer has.
 
-    Logits often have more columns: the column of a padded id has no meaning.
+    Logits often have more columns, which are padding and have no meaning.
     """
 
     width: int  # the largest id, plus one
@@ -43,7 +43,7 @@ class TokenIds:
 
 
 def wrapped(tokenizer: Any) -> Any:
-    """Return mlx-lm's wrapper of a tokenizer, which knows stop tokens and streaming."""
+    """Return a tokenizer in mlx-lm's wrapper, which adds stop tokens and streaming."""
     if isinstance(tokenizer, TokenizerWrapper):
         return tokenizer
     return TokenizerWrapper(tokenizer)

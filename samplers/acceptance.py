@@ -150,7 +150,7 @@ def count_accepted(
         drafted: uint32 [..., k].
         choices: uint32 [..., k + 1], the target's choice in each row.
         counts: integers [...], how many tokens were drafted; the rest of k is padding.
-            None: all of them.
+            None: k tokens, without padding.
 
     Returns:
         int32 [...], from 0 to k.
@@ -195,8 +195,8 @@ def reported(
 ) -> LogProbs:
     """Return the log-probabilities of chosen tokens and of the `top` most probable ids.
 
-    Among equally probable ids the chosen token comes first. If not all of these ids fit
-    into `top`, the chosen token replaces the last id.
+    Among equally probable ids the chosen token comes first. If it is as probable as the
+    last of the `top` ids and not one of them, it replaces that id.
     """
     log_probs = (processed - normals[:, None]).astype(mx.float32)
     chosen = mx.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]

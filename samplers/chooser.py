@@ -1,8 +1,8 @@
 """Choice of tokens from logits: equal rows, positions and seed give equal tokens.
 
 Greedy choice is the case of temperature 0. A chooser belongs to one request. Choosing a
-token changes no state but that of the user's processors; `processors` describes how
-their state is restored.
+token changes no state but that of the user's processors; `logits.processors` describes
+how their state is restored.
 """
 
 from collections.abc import Sequence

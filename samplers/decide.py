@@ -4,7 +4,7 @@ The logits of a batch are [requests, n, vocab]: a request has one row for its la
 token and one for each drafted token, and is padded to n rows. One call decides all
 requests that differ in seed, position and mask only: greedy requests, and requests with
 equal options, no processors, and noise that depends only on seed and position. Each row
-is chosen by itself, so the result is the same to the last bit as for a single request.
+decides its token alone, so the result is the same to the last bit as for one request.
 All other requests are decided one after the other, in the same evaluation.
 
 This module evaluates no array and reads none.
@@ -38,7 +38,7 @@ class Ask:
     verifier: Verifier  # the request's verifier
     rows: Rows  # the tokens before each of the request's rows, k + 1 of them
     drafted: mx.array | None = None  # uint32 [k], the drafted tokens; None for k = 0
-    # float32 [k, ids], the distributions they were drawn from; None: not drawn
+    # float32 [k, ids], what the drafted tokens were drawn from; None: not drawn
     draft_probs: mx.array | None = None
     # Report log-probabilities, with this many of the most probable ids; None: no report
     top: int | None = None
@@ -136,7 +136,7 @@ _ANY = Rows((0,))  # deciding together does not read the tokens before a row
 
 
 def _grouped(requests: Sequence[Ask]) -> dict[Any, list[int]]:
-    """Return the requests by their shared options; key None: decided one by one."""
+    """Return requests by their shared options; those of key None are decided alone."""
     groups: dict[Any, list[int]] = {}
     for index, one in enumerate(requests):
         shared = one.verifier.shared

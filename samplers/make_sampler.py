@@ -13,9 +13,9 @@ from mlx_speculation.samplers.sampling import Sampling
 class SeededSampler:
     """A sampler whose options `mlx_speculation.stream_generate` reads.
 
-    `stream_generate` does not call it. It chooses tokens by the options, with noise
-    that follows from a seed and that drafts share. mlx-lm can call the sampler; it
-    then draws from mlx's global generator.
+    `stream_generate` does not call the sampler, but chooses tokens by its options, with
+    noise that follows from a seed and that drafts share. mlx-lm can call the sampler,
+    which then draws from mlx's global generator.
     """
 
     sampling: Sampling  # its options

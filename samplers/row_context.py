@@ -75,7 +75,7 @@ class Rows:
 
     @property
     def lead(self) -> int:
-        """Number of tokens ahead of the known ones."""
+        """Number of tokens in `ahead`."""
         return 0 if self.ahead is None else self.ahead.shape[0]
 
     @property
@@ -91,7 +91,7 @@ class Rows:
 
     @property
     def lengths(self) -> range:
-        """Number of known tokens before each row."""
+        """Number of tokens of `known` and `ahead` before each row."""
         stop = len(self.known) + self.lead + 1
         return range(stop - self.count, stop)
 

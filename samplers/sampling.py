@@ -37,7 +37,7 @@ class Sampling:
     Attributes:
         temperature: 0 chooses the most probable token.
         top_p: keep the smallest set of tokens with this much probability.
-        min_p: drop tokens less probable than this share of the most probable one.
+        min_p: drop tokens less probable than this share of the largest probability.
         min_tokens_to_keep: how many tokens min_p leaves at least.
         top_k: keep this many of the most probable tokens.
         xtc_probability: how often XTC drops the most probable tokens.
@@ -46,8 +46,8 @@ class Sampling:
         xtc_special_tokens: ids that XTC never drops, usually line ends and end-of-text.
         repetition_penalty: divides positive logits of earlier tokens and multiplies
             negative ones.
-        repetition_context_size: how many of the last tokens the penalty sees; here and
-            below 0 means the whole text, as in mlx-lm.
+        repetition_context_size: how many of the last tokens the penalty sees. As in
+            mlx-lm, a context size of 0 means the whole text.
         presence_penalty: subtracted from the logits of earlier tokens.
         presence_context_size: how many of the last tokens the penalty sees.
         frequency_penalty: subtracted from a token's logit once per occurrence.
@@ -60,10 +60,11 @@ class Sampling:
         seed: decides the text at a temperature above 0; None draws a seed, which the
             result reports.
         sampler: draws tokens itself, from a row's log-probabilities [1, vocab] after
-            processors, as mlx-lm's samplers do. A verify calls it for every row, so
+            processors, as mlx-lm's samplers do. A round calls it for every row, so
             rejected rows change its state too, if it has one. The text has the
             sampler's distribution. Drafts do not share the sampler's random numbers, so
-            a draft changes the text of a seed. Temperature and filters must be off.
+            one seed gives another text with a draft. Temperature and filters must be
+            off.
 
     Raises:
         InvalidRequestError: a value is out of its range.

@@ -1,12 +1,13 @@
 """Verification of a drafted tree: the path of the target's own choices.
 
-From each node the path goes to the child whose token is the target's choice. It ends if
-no child has this token. A node's choice uses the noise of its position in the text, so
-siblings share their noise. All emitted tokens are the target's own choices, so every
+From each node the path goes to the child with the token that the target chooses there,
+and ends if there is no such child. A choice uses the noise of its position in the text,
+so siblings share their noise. All emitted tokens are the target's own choices, so every
 tree gives the text of plain decoding (keyed choice, or greedy).
 
-    root t, choice a;  children a and b;  a's choice c, its children d and c
-    path t a c: 2 tokens are accepted, and the choice of c's row is the bonus
+    the choice at root t is a; its children are a and b
+    the choice at a is c; its children are d and c
+    path t a c: 2 tokens are accepted, and the choice at c is the bonus
 """
 
 from collections.abc import Sequence
@@ -115,9 +116,9 @@ def best_children(
     target uses too.
 
     Returns:
-        Token ids, uint32 [rows, count], the best first, which is the choice of
-        `propose`; and the logarithms of their probabilities, float32 [rows, count].
-        With more than `FEW` ids, each comes from another part of the vocabulary.
+        Token ids, uint32 [rows, count], the best first; the first is the choice of
+        `propose`. Then the logarithms of their probabilities, float32 [rows, count].
+        Of columns with equal numbers modulo `FEW`, at most the best one is returned.
     """
     chooser: Chooser = verifier.draft_chooser
     scores = logits

@@ -1,8 +1,8 @@
 """Calls of samplers that draw by themselves: mlx-lm's, and the user's own.
 
-Such a sampler takes log-probabilities [1, vocab] and returns a token id [1]. A verify
-calls the sampler row by row. Given several rows, it might draw once for all of them, as
-mlx-lm's XTC does; the rows would then not be independent. Each row's token y_i is drawn
+Such a sampler takes log-probabilities [1, vocab] and returns a token id [1]. A round
+calls the sampler row by row: given several rows, it might draw once for all of them, as
+mlx-lm's XTC does, and the rows would not be independent. Each row's token y_i is drawn
 from p_i alone, and a drafted token is accepted if it equals y_i. So all emitted tokens
 are the target's own draws, and they have the sampler's distribution.
 """

@@ -3,8 +3,8 @@
 Three acceptance rules, all lossless:
 
     keyed       draft and target choose with the same noise, and a drafted token is
-                accepted if it is the target's own choice: a seed has one text for
-                every draft
+                accepted if it is the target's own choice: a seed gives the same
+                text with every draft
     rejection   a drafted token is accepted with probability min(1, p / q): the same
                 distribution, more tokens accepted, another text for every draft and
                 draft length
@@ -96,7 +96,7 @@ class Verifier:
     def probs(
         self, logits: mx.array, rows: Rows, *, for_draft: bool = False
     ) -> mx.array:
-        """Return the probabilities of each choice, float32 [rows, width].
+        """Return the probability of each token id, float32 [rows, width].
 
         They are the same under every rule. With `for_draft` they have the draft
         temperature. Logits are [rows, vocab]. Needs `processors.parallel`.
@@ -132,7 +132,7 @@ class Verifier:
         logits: mx.array,  # [k + 1, vocab] of the target
         rows: Rows,  # the tokens before each row; the drafted tokens are `ahead`
         drafted: mx.array | None = None,  # uint32 [k], or None for k = 0
-        # float32 [k, ids], the distributions they were drawn from; None: not drawn
+        # float32 [k, ids], what the drafted tokens were drawn from; None: not drawn
         draft_probs: mx.array | None = None,
         *,
         # Report log-probabilities, with this many of the most probable ids
@@ -167,7 +167,8 @@ class Verifier:
             if drafted is None or index == k:
                 yield self._decide(processed, rows.some(index), None, None, start, top)
                 continue
-            # The rule needs a row after the drafted token; its decision is not used.
+            # A rule needs a row after the drafted token too; any row will do, since
+            # `first` drops the decision on it.
             twice = mx.concatenate([processed, processed])
             one = slice(index, index + 1)
             probs = None if draft_probs is None else draft_probs[one]
@@ -246,9 +247,10 @@ class Verifier:
 
 
 def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
-    """Spread logits [rows, n] of ids [n] or [rows, n] to [rows, width], else -inf.
+    """Spread logits [rows, n] of ids [n] or [rows, n] to [rows, width].
 
-    Ids from `width` on are left out, since writing them would be out of bounds.
+    Other ids get -inf. Ids from `width` on are left out, since writing them would be
+    out of bounds.
     """
     everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
     places = mx.minimum(ids, width)

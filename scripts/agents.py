@@ -75,7 +75,7 @@ def figures(tally: Tally, cost: float) -> dict[str, float]:
 
 
 def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
-    """Return the figures of our lookup at each cost, which its rule is given."""
+    """Return the figures of our lookup, whose rule knows the cost, at each cost."""
     return {
         name: figures(run(Ours(cost, history), sessions), cost)
         for name, cost in COSTS.items()
@@ -83,7 +83,7 @@ def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
 
 
 def compare(arms: Mapping[str, Sessions], *, history: bool = True) -> dict[str, object]:
-    """Return figures of our lookup on all sets, of other lookups on the first set."""
+    """Return figures: of our lookup on all sets, of the others on the first set."""
     result: dict[str, object] = {}
     for name, sessions in arms.items():
         result[name] = ours(sessions, HISTORY)

@@ -4,8 +4,8 @@ The first arm is mlx-lm's BatchGenerator, the second is ours without a draft. Fo
 number of rows and group of prompts, the arms take turns on the same prompts. The clock
 starts when all rows are generating and stops at the end of the last text. The batch
 shrinks when a row ends, and the time includes the rounds with fewer rows. Texts are
-compared with mlx-lm's, above temperature 0 with ours without a draft. The script fails
-if two texts differ before a near-tie.
+compared with mlx-lm's; above temperature 0, with those of the second arm. The script
+fails if two texts differ before a near-tie.
 
     python scripts/batches.py
     python scripts/batches.py --target hybrid --draft mtp --batch 8 --batch 32
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from mlx_speculation import Sampling, SpeculativeGenerator
     from mlx_speculation.engine import BatchStatistics
 
-PLACES = 2  # positions in a forward at which a differing row is tried
-# A batch may swap two tokens whose logits differ by less than this: in float32, and in
-# half precision, where bfloat16 logits from 16 on have steps of an eighth.
+PLACES = 2  # places in a forward to try for the row where two texts differ
+# A batch may swap two tokens whose logits differ by less: in float32 by less than the
+# first number, in half precision the second (bfloat16 has steps of 1/8 from 16 to 32).
 OFF_BY, HALF_OFF_BY = 1e-3, 0.3
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -104,7 +104,7 @@ def batches(
 
 
 def prompts_of(texts: list[list[int]], count: int, longest: int) -> list[list[int]]:
-    """Return different prompts, cut; texts that are used again begin further on."""
+    """Return prompts, cut to `longest`; a text that is used again starts later."""
     prompts = []
     for number in range(count):
         text, cut = texts[number % len(texts)], 7 * (number // len(texts))
@@ -218,7 +218,7 @@ def near_ties(bench: "Bench", job: Job, ours: Run, reference: Run) -> int:
             )
             assert parting is not None
             assert len(expected) == len(got), parting
-            # Rounding of a batch may differ more than that of a single row's widths.
+            # Rounding may differ more in a batch than in wide forwards of one row.
             assert parting.near_tie or parting.margin < most, parting
             ties += 1
     return ties

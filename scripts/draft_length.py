@@ -88,7 +88,7 @@ def replay(
     *,
     explain: bool,
 ) -> None:
-    """Replay the named pairs of a file, or all; requests have `tokens` tokens."""
+    """Replay pairs of target and draft, by default all, in requests of `tokens`."""
     import numpy as np
 
     from bench.replays.replay import judged, machines_of

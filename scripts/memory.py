@@ -1,9 +1,10 @@
 """Peak memory of speculation over many rounds, beside plain decoding, in bytes.
 
-The bound is 1.05 times the peak of mlx-lm's plain decoding of as many tokens, plus what
-speculation is known to hold: the slack of sliding windows, the draft's weights and
-caches and what open rounds need, as `Result.memory` has them, and k + 1 rows of logits.
-The peak is measured after the prefill. The script fails if a peak is above its bound.
+The bound is 1.05 times the peak of mlx-lm's plain decoding of the same number of
+tokens, plus what speculation is known to hold: the slack of sliding windows, k + 1 rows
+of logits, and, as `Result.memory` reports them, the draft's weights and caches and what
+open rounds need. The peak is measured after the prefill. The script fails if a peak is
+above its bound.
 
     python scripts/memory.py --target dense --target sliding --target hybrid
 """
@@ -87,7 +88,7 @@ def measure(
 
 
 def slack(model: Any, prompt: list[int]) -> int:
-    """Return the bytes that sliding caches hold more than mlx-lm's rotating caches."""
+    """Return the bytes of sliding caches beyond those of mlx-lm's rotating caches."""
     import mlx.core as mx
     from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 

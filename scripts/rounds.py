@@ -1,21 +1,21 @@
 """Overhead of rounds over their forwards.
 
 An ideal round takes the time of the draft's steps and of one forward of the target over
-the draft and the token before it. Each is as fast as in a long run of dependent,
-pipelined forwards of that width (bench/forwards.py). Sampler, commit, roll-back and
-host take no time. So with the observed acceptance
+the draft and the token before it. Each step and forward is as fast as in a long run of
+dependent, pipelined forwards of its width (bench/forwards.py). Sampler, commit,
+roll-back and host take no time. So with the observed acceptance
 
     ideal tokens/s = tokens a round / (k * draft step + forward of k + 1 rows)
     efficiency     = achieved tokens/s / ideal tokens/s
 
 A lookup is taken to draft in no time; rounds without a draft are plain steps. The
 milliseconds of draft, verify, sampler and host are the parts of `engine.timing`:
-medians over as many rounds of another stream, with `explain=True`. Those of the host
-should not grow with the context.
+medians over the same number of rounds of another stream, with `explain=True`. Those of
+the host should not grow with the context.
 
 Rounds and forwards take turns. Each repeat begins a new stream, so that its rounds have
-the same context as the forwards. On a machine that is busy otherwise, measure with
---processor-time and one thread of OpenBLAS.
+the same context as the forwards. On a machine that also runs other processes, measure
+with --processor-time and one thread of OpenBLAS.
 
     python scripts/rounds.py
     python scripts/rounds.py --draft-length 4 --context 512 --context 8192
@@ -193,7 +193,7 @@ def cases_of(
     from mlx_speculation.models import ModelHooks
 
     def hook(each: Any) -> None:
-        """Put the hooks on a model that a generator puts on it for a stream."""
+        """Put on a model the hooks that a generator puts on it for a stream."""
         hooked.callback(ModelHooks(each).remove)
 
     copy = bare(load(bench.folder)[0])

@@ -2,8 +2,7 @@
 
 The new folder holds the model without its head, which plain mlx-lm can load, and the
 head beside it, where `draft="mtp"` and `draft="auto"` find it. The bytes of all tensors
-are copied, whatever their dtype. The last line on
-standard output is one JSON object.
+are copied, whatever their dtype. The last line on standard output is one JSON object.
 
     python scripts/split_head.py path/of/model path/of/new/folder
 """
@@ -42,7 +41,7 @@ SIDECAR = "mtp.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Written files."""
+    """The files that were written."""
 
     folder: Path  # the new folder
     head: tuple[str, ...]  # the names of the tensors in the file of the head
@@ -55,8 +54,8 @@ def split_head(folder: Path, out: Path) -> Split:
     """Write a model folder in which the head is in mtp.safetensors.
 
     Plain mlx-lm can load the shards without the head. Names, dtypes and bytes of all
-    tensors stay. If the norms of the head are stored without their 1, the new
-    config.json says so, since the shards no longer show it.
+    tensors stay. If the norms of the head are stored minus 1, the new config.json says
+    so, since the shards no longer show it.
 
     Args:
         folder: the model, with its head in the shards; it is not written to.

@@ -53,7 +53,7 @@ ROUNDS, PLAIN_ROUNDS = 16, 48
 
 
 class Recorded(Draft):
-    """Asks a source for long drafts, keeps them, and proposes nothing."""
+    """Asks another draft for long proposals, keeps them, and proposes nothing."""
 
     def __init__(self, inner: Draft) -> None:
         self.inner = inner

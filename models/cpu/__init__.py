@@ -1,4 +1,4 @@
-"""Operations for CPUs: faster ones in float32 on x86-64, and compiled drafts.
+"""Operations for CPUs: float32 attention on x86-64, and compiled draft models.
 
 Only `models.ops.dispatch` uses this package: without it all texts stay the same, but
 rounds take longer.

@@ -29,7 +29,7 @@ def attention(
         queries: float32 [batch, heads, rows, dim].
         keys: float32 [batch, key heads, n, dim].
         values: float32 [batch, key heads, n, value dim].
-        scale: of the products.
+        scale: the factor of the products of queries and keys.
         mask: None, "causal", or an array of bool, or of float32 to add: [rows, n], or
             with axes for batch and heads before these two.
 
@@ -81,7 +81,7 @@ def _block(
 
 
 def serves(queries: mx.array, keys: Any, values: Any, cache: Any, sinks: Any) -> bool:
-    """Return whether `attention` can compute this, and is faster than mlx's own."""
+    """Return whether `attention` takes these arguments and is faster than mlx's own."""
     if sinks is not None or hasattr(cache, "bits"):
         return False
     fewest = 1 if getattr(cache, "single_rows", False) else 2

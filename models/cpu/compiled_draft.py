@@ -2,10 +2,10 @@
 
 On a CPU the time of a small model's step depends on the number of operations, not on
 the size of its products. If mlx compiles a step of the demo draft, half of its 336
-operations remain, and Python builds none of them. Compiling requires that only arrays
-in a step depend on the text. So keys and values are in buffers of whole steps of rows,
-a step writes them at an offset that is an array, and a mask hides the rows after the
-offset:
+operations remain, and Python builds none of them. Compiling requires that all values in
+a step that depend on the text are arrays. So keys and values are in buffers of 512 rows
+or a multiple, a step writes them at an offset that is an array, and a mask hides the
+rows after the offset:
 
     offset 300, 1 token     mlx-lm: 301 keys, no mask
                             here: 512 keys, bool mask [1, 512]
@@ -15,8 +15,8 @@ offsets are updated. The logits differ from mlx-lm's by rounding, so they are us
 for drafts, which the target checks.
 
 mlx compiles some twenty libraries with a C++ compiler. That takes 16 seconds at the
-first use on a machine, and again after its folder for temporary files was emptied;
-otherwise it takes 20 ms in each process.
+first use on a machine, and again after the machine's folder for temporary files was
+emptied; otherwise it takes 20 ms in each process.
 """
 
 import shutil
@@ -44,7 +44,7 @@ class FixedKeys:
         offset: int32 [].
 
     Attributes:
-        single_rows: whether attention of one row may differ from plain decoding.
+        single_rows: whether attention of one row may round differently than mlx's.
     """
 
     single_rows = True
@@ -135,7 +135,7 @@ class CompiledSteps:
 
 
 def _in_steps(old: mx.array, rows: int, room: int) -> mx.array:
-    """Return a buffer of whole steps, so that few numbers of rows are compiled.
+    """Return a buffer with a multiple of 512 rows, so that few shapes are compiled.
 
     Args:
         old: [1, heads, n, dim].
@@ -147,7 +147,7 @@ def _in_steps(old: mx.array, rows: int, room: int) -> mx.array:
 
 
 def compiled_steps(model: nn.Module) -> CompiledSteps:
-    """Return the compiled forward of a draft model, compiled and tried.
+    """Compile the forward of a draft model, test it, and return it.
 
     Raises:
         UnsupportedModelError: the forward cannot be compiled here, or has other logits

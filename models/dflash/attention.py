@@ -1,4 +1,4 @@
-"""Attention of a block to its context and to itself, for layers of any kind."""
+"""Attention of a drafted block to its context and to itself, for layers of any kind."""
 
 from dataclasses import replace
 from typing import Any
@@ -109,7 +109,7 @@ def _mask(
     # The position of the block's first row; an array if texts differ in length
     start: Any,
 ) -> mx.array | None:
-    """Return a mask of the last `rows` positions for a block of `size`; None: all."""
+    """Return a mask over the last `rows` positions for `size` rows; None: no mask."""
     first: Any = rows - size
     if isinstance(start, mx.array):
         first = start[:, None, None, None]

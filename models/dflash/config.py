@@ -1,7 +1,7 @@
 """Configuration of block drafters, from config.json: DFlash and its descendants.
 
-A drafter that reads the last layer of the target reads the output of the final norm
-(for the layers see `checkpoints.layer_readings`).
+Where a drafter reads the last layer of the target, it gets the output of the final norm
+instead (for the layers see `checkpoints.layer_readings`).
 
 Row 0 of a block is its anchor, the token before the drafted tokens. Two readings of the
 rows are in use:
@@ -46,7 +46,7 @@ Anchor = Literal["given", "samples"]
 class DFlashSettings:
     """The settings of a block drafter, from config.json."""
 
-    layers: qwen3.ModelArgs  # the arguments of the first decoder layer for mlx-lm
+    layers: qwen3.ModelArgs  # mlx-lm's arguments of the first decoder layer
     block: int  # the number of rows of a block, with the anchor
     mask_token: int  # the id of the mask, which stands for a token to draft
     windows: tuple[int | None, ...]  # the window of each layer; None: unlimited
@@ -54,7 +54,7 @@ class DFlashSettings:
     causal: tuple[bool, ...]
     rotations: tuple[Rotation, ...]  # the rotary embedding of each layer
     anchor: Anchor = "given"
-    partial: bool = False  # whether to apply a share of rotated dimensions
+    partial: bool = False  # whether only a share of a head's dimensions is rotated
     pairs: bool = False  # whether rotation pairs neighbouring dimensions, not halves
     value_scale: float = 1.0  # a factor of the values
     gated: bool = False  # whether queries come with gates for the attention's output
@@ -105,7 +105,7 @@ def block_settings(
     anchor: Anchor = "given",  # the default
     causal: bool = True,  # the default of sliding layers
     gemma: bool = False,  # whether the layers have Gemma's activation
-    # Whether layer_types may be copied from the target's config.json and be wrong
+    # Whether layer_types may be a wrong copy from the target's config.json
     copied: bool = False,
 ) -> DFlashSettings:
     """Read the settings that all block drafters have.
@@ -168,7 +168,8 @@ def own_keys(config: Config) -> Config:
 def stated_anchor(config: Config) -> Anchor | None:
     """Return the anchor that config.json states; None: it states none.
 
-    speculators states it by the number of drafts: the rows of a block, or one less.
+    Files of speculators state it by the number of drafted tokens: the rows of a block,
+    or one less.
     """
     fields = own_keys(config)
     said = fields.get("sample_from_anchor")
@@ -188,16 +189,16 @@ def layer_readings(
     name: str = NAME,
     counts: LayerIds | None = None,
 ) -> LayerReadings:
-    """Return the candidates for the layers of the target to read, from 0, in order.
+    """Return the candidate lists of target layers to read, the usual list first.
 
-    -1 stands for the embeddings.
+    Layers count from 0, and -1 stands for the embeddings.
 
     Args:
         config: the content of config.json.
         trunk: how many layers the target has.
-        features: numbers of layers that `fc` may read; empty: unknown.
+        features: how many layers `fc` may read, each possible number; empty: unknown.
         name: the drafter's name, for messages.
-        counts: how the list counts; as usual for its key when omitted.
+        counts: how the list counts; None: in the usual way for its key.
 
     Raises:
         ModelFolderError: the target lacks a listed layer; or there is no list, and no
@@ -222,11 +223,11 @@ def layer_readings(
 
 
 def open_readings(config: Config) -> tuple[bool, bool]:
-    """Return whether config.json leaves open how its list counts, and the anchor.
+    """Return whether config.json leaves its counting open, and whether its anchor.
 
-    speculators itself takes the numbers in its lists as layers one lower than other
-    readers do. Readers also differ in the anchor if `sample_from_anchor` is missing. A
-    GGUF file does not say how its list counts.
+    The library speculators takes a number in its lists as the layer below the one that
+    other readers take. Readers also differ in the anchor if `sample_from_anchor` is
+    missing. A GGUF file does not say how its list counts.
     """
     fields = own_keys(config)
     speculators = config.get("speculators_model_type") is not None

@@ -51,8 +51,8 @@ class DFlashHead(JoinedHead):
         settings: the settings of config.json.
         width: how many numbers the drafter reads at each position of the target.
         ends: the embedding and output layer that the drafter has of its own.
-        layers: its decoder layers, with `run` and `self_attn.write`; DFlash's when
-            omitted.
+        layers: the drafter's decoder layers, with `run` and `self_attn.write`; None:
+            DFlash's.
         gemma: see `JoinedHead`.
     """
 
@@ -174,7 +174,7 @@ class DFlash:
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
         """Return logits of the first draft after a token, [batch, 1, vocab].
 
-        The arguments are those of `rows`, with the context of whole texts.
+        The arguments are those of `rows`, with the whole context before the token.
         """
         return self.block(context, token, self.new_caches(), 1)
 

@@ -59,9 +59,9 @@ def load_dflash(
     Args:
         folder: the drafter's folder, with config.json and safetensors.
         model: its target.
-        layer_ids: how the list of layers counts; as usual for its key when omitted.
-        anchor: the position that row j of a block predicts; that of config.json when
-            omitted.
+        layer_ids: how the list of layers counts; None: in the usual way for its key.
+        anchor: the position that row j of a block predicts; None: as config.json says,
+            or the usual one.
         starts: token ids of a few texts for a probe, which decides what config.json
             leaves open; None: no probe, and the usual reading.
 
@@ -93,7 +93,8 @@ def read_blocks(folder: Path, name: str) -> Weights:
     """Return the tensors of a block drafter, by the usual names.
 
     Raises:
-        ModelFolderError: there are no tensors, or the mask is no token.
+        ModelFolderError: there are no tensors, or the mask is not a token of the
+            vocabulary.
     """
     extra = next(iter(folder.glob("mask_embedding*")), None)
     if extra is not None:
@@ -113,7 +114,7 @@ def build(
     make: Callable[[DFlashSettings, int, OwnEnds], DFlashHead],
     *,
     name: str,  # the drafter's name, for messages
-    on_target: OnTarget = DFlash,  # puts it on the target
+    on_target: OnTarget = DFlash,  # connects the module to the target
     layer_ids: LayerIds | None,  # see `load_dflash`
     anchor: Anchor | None,  # see `load_dflash`
     starts: Sequence[Sequence[int]] | None,  # see `load_dflash`

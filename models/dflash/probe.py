@@ -1,9 +1,9 @@
 """Probe of a block drafter: tries the readings of its checkpoint, and keeps the best.
 
-Some checkpoints do not say two things, and no tensor shows them: which layers of the
-target the drafter reads (see `checkpoints.layer_readings`), and whether row j of a
-block predicts the token at its own position or at the one after it. The probe lets the
-target write a little text, and scores the drafter's predictions in each reading.
+Some checkpoints leave open two things that no tensor shows: which layers of the target
+the drafter reads (see `checkpoints.layer_readings`), and whether row j of a block
+predicts the token at its own position or at the next one. The probe lets the target
+write a little text, and scores the drafter's predictions under each reading.
 """
 
 from collections.abc import Callable, Sequence

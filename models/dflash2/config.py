@@ -14,8 +14,8 @@ class DFlash2Settings:
     """The config.json of a DFlash2 drafter."""
 
     blocks: DFlashSettings  # the settings that DFlash also has
-    taps: int  # rows that a convolution reads, its own included
-    group: int  # neighbouring channels that share a delta of a convolution
+    taps: int  # rows that a convolution reads for one row, that row included
+    group: int  # neighbouring channels that share `delta`, see `BlockConvolution`
     rank: int  # the rank of the selector
     top: int  # candidates for each draft
     vocab: int | None  # ids from here on are no candidates; None: no such limit

@@ -3,7 +3,7 @@
     a = norm(x)
     x = x + out(attention(in(a)))     a makes the kernels of in and out
     b = norm(x)
-    x = x + out(mlp(in(b)))           b makes the kernels of these two
+    x = x + out(mlp(in(b)))           b makes the kernels of this in and out
 
     u = logits of norm(x), [drafts, vocab];  C = the best few ids of each draft
     score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p
@@ -33,11 +33,12 @@ class BlockConvolution(nn.Module):
         conv(y)[i, c] = sum over t <= i of
                         (base[t, c] + delta[i, t, c // group]) * y[i - t, c]
 
-    Rows before the block count as 0. The same rows make `delta` for both convolutions.
+    Rows before the block count as 0. `delta` of both convolutions is a linear function
+    of the rows that `sides` takes.
 
     Args:
         dim: the number of channels.
-        taps: rows that a convolution reads, its own included.
+        taps: rows that a convolution reads for one row, that row included.
         group: neighbouring channels that share a delta.
     """
 

@@ -1,6 +1,6 @@
-"""DSpark drafters: blocks in which each draft depends on the draft before.
+"""DSpark drafters: blocks in which each drafted token depends on the one before.
 
-The parts that they share with DFlash are in `models.dflash`.
+The parts that DSpark shares with DFlash are in `models.dflash`.
 """
 
 from mlx_speculation.models.dspark.config import is_dspark

@@ -2,7 +2,8 @@
 
     DeepSpec        flat: a copy of the target's config.json with more keys
     speculators     sizes in `transformer_layer_config`, the rest flat
-    SpecForge       `dflash_config` with projector_type "dspark"; LiquidAI's without it
+    SpecForge       `dflash_config` with projector_type "dspark"
+    LiquidAI        SpecForge's keys without projector_type
     NVIDIA          DeepSpec's keys with `dflash_config`; the anchor is "given"
     PrismML         GGUF, which `gguf` turns into SpecForge's
 
@@ -26,7 +27,7 @@ Markov = Literal["vanilla", "gated", "rnn"]
 
 @dataclass(frozen=True, slots=True)
 class LogSnr:
-    """Log signal-to-noise ratios, whose embeddings are added to those of a block."""
+    """Log signal-to-noise ratios; their embeddings are added to those of a block."""
 
     least: float  # the ratio of masks
     most: float  # the ratio of the anchor

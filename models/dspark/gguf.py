@@ -19,7 +19,7 @@ from mlx_speculation.models.checkpoints.draft_checkpoint import (
 )
 
 _KIND = "dspark"
-# Metadata keys after "dspark.", and those of config.json.
+# Metadata keys after "dspark.", and the keys of config.json that they become.
 _SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -31,7 +31,7 @@ _SIZES = {
     "rope.freq_base": "rope_theta",
     "context_length": "max_position_embeddings",
 }
-# Metadata keys after "dspark.dspark.", and those of config.json.
+# Metadata keys after "dspark.dspark.", and the keys of config.json that they become.
 _OWN = {
     "block_size": "block_size",
     "mask_token_id": "mask_token_id",
@@ -70,7 +70,7 @@ _LAYER = {
 def gguf_file(path: Path) -> Path | None:
     """Return the GGUF file at a path: the path itself, or the only one in a folder.
 
-    None: the folder has a config.json, no GGUF file, or several.
+    None: the folder has a config.json, or not exactly one GGUF file.
     """
     if path.suffix == ".gguf":
         return path
@@ -82,7 +82,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_gguf(file: Path) -> tuple[Config, Weights]:
-    """Return the values as a config.json has them, and tensors by DeepSpec's names.
+    """Return the metadata as a config.json has it, and tensors by DeepSpec's names.
 
     Raises:
         ModelFolderError: the file cannot be read, or holds another kind of model.

@@ -1,10 +1,10 @@
 """A DSpark drafter as a module, and on its target (arXiv 2607.05147).
 
-A block is run as in DFlash, but its anchor usually predicts a draft too. The block's
-states g make base logits, and each draft adds a bias to the logits of the next one (see
-`heads`):
+A block is run as in DFlash, but its anchor usually predicts a token too. The block's
+states g make base logits, and each token d adds a bias to the logits of the next one
+(see `heads`):
 
-    logits of draft k = head(g_k) + bias(draft k-1, g_k)      draft 0 is the anchor
+    logits of d_k = head(g_k) + bias(d_(k-1), g_k)            d_0 is the anchor
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class DSpark(DFlash):
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Draft with the bias of each draft on the next one; see `DFlash`."""
+        """Draft with the bias of each token on the next one; see `DFlash`."""
         head, token = self.head, tokens[:, -1:]
         normed = self.rows(context, token, caches, count)
         logits = self._logits(normed)

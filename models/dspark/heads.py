@@ -1,4 +1,4 @@
-"""The Markov head of a DSpark drafter: a bias by which each draft changes the next.
+"""The Markov head of a DSpark drafter: each token adds a bias to the next one's logits.
 
 With e = W1[the previous token], g the block's state, and W2 from the rank to the
 logits:

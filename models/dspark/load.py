@@ -107,7 +107,8 @@ def _by_tensors(settings: DSparkSettings, weights: Weights) -> DSparkSettings:
     """Return settings with the Markov head that the tensors show.
 
     Raises:
-        ModelFolderError: config.json names a Markov head, and no tensors have it.
+        ModelFolderError: config.json names a Markov head, and there are no tensors of
+            one.
     """
     table = weights.get("markov_head.markov_w1.weight")
     if table is None:

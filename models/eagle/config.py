@@ -61,7 +61,7 @@ class EagleSettings:
     draft_vocab: int | None
     norm_before_residual: bool  # whether the residual is the state after its norm
     norm_before_fc: bool  # whether config.json says that a norm comes before `fc`
-    norm_output: bool  # whether the state after the norm is recycled
+    norm_output: bool  # whether the next step reads the state after the norm
     windows: tuple[int | None, ...] = (None,)  # of each layer; None: no window
     rotations: tuple[Rotation, ...] = (Rotation(),)  # of each layer
     logit_scale: float = 1.0
@@ -174,14 +174,16 @@ def layer_readings(
     features: Sequence[int] = (),
     counts: LayerIds | None = None,
 ) -> LayerReadings:
-    """Return the candidates for the layers of the target that the head reads, from 0.
+    """Return the candidate lists of target layers to read, the usual list first.
 
-    -1 stands for the embeddings, `AFTER_NORM` for the output of the final norm.
+    Layers count from 0; -1 stands for the embeddings, `AFTER_NORM` for the output of
+    the final norm.
 
     Args:
         config: the content of config.json.
         trunk: how many layers the target has.
-        features: the possible numbers of layers that the head reads; empty: unknown.
+        features: how many layers the head may read, each possible number; empty:
+            unknown.
         counts: the meaning of the list's numbers; None: the usual one for the key of
             config.json that holds the list.
 

@@ -7,9 +7,10 @@ Position i of its cache pairs the outputs of target layers at i with token i + 1
     x = x + mlp(norm(x))
     logits = lm_head(norm(x))                  of the draft vocabulary; x is recycled
 
-The layers' outputs pass `fc` as soon as they are committed, so states from the target
-and recycled ones have one shape. `Eagle` has the interface and the positions of `Mtp`
-(see `mtp.rounds`): one forward writes committed positions and makes the first draft.
+Recycled: the next step reads x as its g. The target's outputs go through `fc` as soon
+as their positions are committed, so they have the shape of recycled states. `Eagle` has
+the interface and the positions of `Mtp` (see `mtp.rounds`): one forward writes
+committed positions and makes the first drafted token.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from mlx_speculation.models.introspect.taps import States
 class EagleHead(JoinedHead):
     """The network of an EAGLE-3 head."""
 
-    chained, depth = False, None  # all layers make each draft; any number of drafts
+    chained, depth = False, None  # all layers make each token; any number of tokens
 
     def __init__(
         self,
@@ -96,14 +97,14 @@ class EagleHead(JoinedHead):
     def run(
         self, embedded: mx.array, state: mx.array, caches: Sequence[Any]
     ) -> mx.array:
-        """Run positions after the caches'; both inputs are [batch, positions, dim]."""
+        """Run the positions after the cached ones; inputs [batch, positions, dim]."""
         x: mx.array = self.midlayer.run(embedded, state, caches[0])
         for layer, cache in zip(self.later, caches[1:], strict=True):
             x = layer.run(x, cache)
         return x
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return the logits of normed states, by the target's layer if need be."""
+        """Return logits of normed states; without an output layer, by the target's."""
         result, scale = super().logits(normed, target), self._settings.logit_scale
         return result if scale == 1 else result * scale
 
@@ -116,7 +117,7 @@ class EagleHead(JoinedHead):
 class Eagle(HeadOnTarget):
     """A head on its target.
 
-    The input state at i is the one of `states` at i, or the state recycled at i - 1.
+    The input state at i is row i of `states`, or the recycled state of position i - 1.
 
     Args:
         head: the head.

@@ -29,7 +29,7 @@ _ATTENTION = {
 
 
 def _attention(settings: EagleSettings, index: int, width: int) -> Any:
-    """Return the attention of a layer that reads states of some width."""
+    """Return the attention of a layer that reads states of this width."""
     args, latents = settings.args_of(index), settings.latents
     wide = replace(args, hidden_size=width)
     size: Any = args.head_dim
@@ -58,7 +58,7 @@ class EagleLayer(llama.TransformerBlock):
         self._window = settings.windows[0]
 
     def run(self, embedded: mx.array, state: mx.array, cache: Any) -> mx.array:
-        """Run positions that follow the cache's; both are [batch, positions, dim]."""
+        """Run the positions after the cached ones; inputs [batch, positions, dim]."""
         normed = self.hidden_norm(state)
         joined = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
         residual = normed if self._normed_residual else state
@@ -77,7 +77,7 @@ class LaterLayer(llama.TransformerBlock):
         self._window = settings.windows[index]
 
     def run(self, x: mx.array, cache: Any) -> mx.array:
-        """Run positions that follow the cache's, [batch, positions, dim]."""
+        """Run the positions after the cached ones, [batch, positions, dim]."""
         mask = create_attention_mask(x, cache, window_size=self._window)
         out: mx.array = self(x, mask, cache)
         return out
@@ -96,7 +96,7 @@ class GemmaEagleLayer(gemma4_text.DecoderLayer):
         self._normed_residual = settings.norm_before_residual
 
     def run(self, embedded: mx.array, state: mx.array, cache: Any) -> mx.array:
-        """Run positions that follow the cache's; both are [batch, positions, dim]."""
+        """Run the positions after the cached ones; inputs [batch, positions, dim]."""
         normed = self.hidden_norm(state)
         joined = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
         residual = normed if self._normed_residual else state

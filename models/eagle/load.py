@@ -1,7 +1,7 @@
 """Loading an EAGLE-3 or P-EAGLE head from its folder into a module.
 
 The names and shapes of the tensors decide whether the head has an embedding and an
-output layer of its own, norms before `fc` and biases, and whether it is packed. The
+output layer of its own, norms before `fc` and biases, and whether it is quantized. The
 rest is read from config.json.
 """
 
@@ -66,9 +66,9 @@ def load_eagle_head(
         model: its target.
         kind: the kind of head.
         layer_ids: how the list of layers in config.json counts, see
-            `checkpoints.layer_readings`; None: as is usual for the list's key.
-        starts: token ids of a few texts for a probe of the layers, if `layer_ids` is
-            None; None: no probe, the usual layers are read.
+            `checkpoints.layer_readings`; None: in the usual way for its key.
+        starts: token ids of a few texts, with which the layers are probed unless
+            `layer_ids` decides; None: no probe, the usual layers are read.
 
     Returns:
         The head; on a Linux CPU in float32, dequantized where it was quantized.
@@ -108,7 +108,7 @@ def _checked_ends(
 ) -> tuple[OwnEnds, frozenset[str]]:
     """Return the head's own ends and the norms before `fc`, if they fit the target.
 
-    The weights lose d2t and t2d, and get the output layer of a tied embedding.
+    Removes d2t and t2d from the weights, and adds the output layer of a tied embedding.
     """
     if settings.target_dim != parts.dim:
         _refuse(
@@ -173,7 +173,7 @@ def _renamed(weights: Weights) -> Weights:
     for name, value in renamed(weights, _OTHER_NAMES).items():
         layer, _, rest = name.removeprefix("layers.").partition(".")
         if name.startswith("layers.") and layer.isdigit():
-            if rest == "hidden_norm.weight":  # in some files
+            if rest == "hidden_norm.weight":  # the name in some files
                 rest = "input_layernorm.weight"
             name = f"later.{int(layer) - 1}.{rest}"
         result[name] = value

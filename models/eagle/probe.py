@@ -1,7 +1,8 @@
 """Probe of the layers that an EAGLE-3 head was trained to read.
 
-The head's tensors fit any layers. The target writes a short text, and the head guesses
-it from each list of layers that config.json may mean, see `checkpoints.layer_readings`.
+The head's tensors fit any layers, so the target writes a short text, and the head
+guesses it from each list of layers that config.json may mean, see
+`checkpoints.layer_readings`.
 """
 
 from collections.abc import Sequence

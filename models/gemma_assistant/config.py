@@ -81,7 +81,7 @@ def _layers(config: Config) -> gemma4_text.ModelArgs:
                 f"config.json of the {NAME} says {key} {text[key]!r}, and no assistant "
                 "that is known has it. Choose another drafter."
             )
-    # No layer has keys and values of its own, though some files say so.
+    # No layer has keys and values of its own, though some files say that it has.
     fields = {
         "num_kv_shared_layers": count,
         "hidden_size_per_layer_input": 0,

@@ -1,7 +1,7 @@
 """A Gemma 4 assistant as a module, whose queries attend to a target's keys and values.
 
-A step reads the target's embedding of the newest token, and a state. The state is the
-target's state after the final norm for the first draft, and then the output of the
+A step reads the target's embedding of the newest token, and a state. In the first step
+of a round this is the target's state after the final norm, and then the output of the
 previous step. The assistant has no cache: all steps of a round have one position in the
 target's text, and see the same keys, those of committed positions.
 
@@ -35,7 +35,7 @@ class Shown(NamedTuple):
     mask: mx.array | None = None
 
 
-Read = Mapping[str, Shown]  # for each kind of layer
+Read = Mapping[str, Shown]  # by kind of layer: sliding or full
 
 
 class AssistantOutput(NamedTuple):

@@ -5,7 +5,7 @@ own positions. So the choice of this position matters, and no tensor shows it. T
 target writes a short text, and the assistant guesses it with each choice:
 
     "state"    the position of the target's state, the last one whose keys are seen
-    "token"    the position of the newest token, which is the next one
+    "token"    the position of the newest token, one later
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ def probe_anchor(
 
 
 def _whole(logits: mx.array, ids: mx.array | None, vocab: int) -> mx.array:
-    """Return logits [1, vocab] of all ids; ids that were not scored get least - 1.
+    """Return logits [1, vocab] of all ids; unscored ids get the lowest logit minus 1.
 
     Centroid heads with dense logits do the same.
     """

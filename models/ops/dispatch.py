@@ -17,7 +17,7 @@ ROOMS: tuple[DeviceOps, ...] = (cuda.OPS, cpu.OPS)
 
 
 def attention_dims() -> frozenset[int]:
-    """Return head dimensions for which attention needs no plan by number of keys."""
+    """Return head dimensions for which attention needs no cuDNN plan per key count."""
     return frozenset().union(*(room.attention_dims for room in ROOMS if room.serves()))
 
 
@@ -34,7 +34,7 @@ def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
 
 
 def compiled_steps(model: nn.Module) -> CompiledForward:
-    """Return the compiled forward of a draft model, compiled and tried.
+    """Compile the forward of a draft model, test it, and return it.
 
     Raises:
         UnsupportedModelError: the forward cannot be compiled here, or has other logits

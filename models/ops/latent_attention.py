@@ -97,7 +97,7 @@ def _attend(
 
 @functools.cache
 def _absorbing(kind: Any) -> type[nn.Module]:
-    """Return a class that uses the method for one row in a round."""
+    """Return a class that, in a round, uses mlx-lm's method for one row."""
     again = made_again(kind.__call__, {"scaled_dot_product_attention": _attend})
 
     def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:

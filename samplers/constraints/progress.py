@@ -1,8 +1,8 @@
 """One generation under a constraint: masks for rows of logits, and commits.
 
 A path is a list of token ids that follow the committed text. It leads to a place in the
-text. A path's place is computed once in a round, for the draft, the verify rows and the
-commit. A tree of drafts has a path for each node.
+text. A path's place is computed once in a round, for the draft, the target's rows and
+the commit. A tree has a path for each node.
 
     committed text ends in place s, drafted d_1 d_2 d_3, d_3 not allowed after d_2
     row 0   allowed in s                     row 2   allowed after d_1 d_2

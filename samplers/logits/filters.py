@@ -49,8 +49,8 @@ def apply_filters(
 def top_p(logits: mx.array, share: float) -> mx.array:
     """Keep the most probable tokens, up to this share of probability.
 
-    A token stays if all tokens more probable than it have less than the share together;
-    tokens of equal float32 probability are all kept or all dropped. (Holtzman et al.,
+    A token stays if all more probable tokens together have less than the share; tokens
+    of equal float32 probability are all kept or all dropped. (Holtzman et al.,
     "The Curious Case of Neural Text Degeneration", 2020.)
 
     Sums are whole numbers, see the module `top_p`. mlx-lm adds up float32 in sorted

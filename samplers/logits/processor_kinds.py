@@ -1,7 +1,7 @@
 """Kinds of logits processors: serial, pure, or with a state that can be restored.
 
-The module `processors` says when each kind is called. Authors of processors use this
-module.
+The module `processors` says when each kind is called. `pure` and `ForkableProcessor`
+are for authors of processors.
 """
 
 from functools import update_wrapper
@@ -19,9 +19,9 @@ OF_MLX_LM = "mlx_lm.sample_utils"  # the closures of this module have no state
 class ForkableProcessor(Protocol):
     """A logits processor with a state that can be restored.
 
-    It is called for rows of drafts too. After a round, the state of the call for the
-    last emitted token is restored, and before a draft, the state before the round. A
-    state may be restored any number of times.
+    It is called for rows of drafts too. After a round, the state after the call for the
+    last emitted token is restored; before a draft, the state at the end of the known
+    tokens. A state may be restored any number of times.
     """
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:

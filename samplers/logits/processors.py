@@ -1,11 +1,11 @@
-"""Logits processors for the rows of a verify, with the results of plain decoding.
+"""Logits processors for the rows of a round, with the results of plain decoding.
 
 A processor of mlx-lm is a callable (tokens [n], logits [1, vocab]) -> logits. Plain
-decoding calls it once per token. A verify has a row for every drafted token, and many
-of them are rejected. The kind of a processor decides when it may be called:
+decoding calls it once per token. A round has a row for every drafted token, and many
+drafted tokens are rejected. The kind of a processor decides when it may be called:
 
     pure        the result depends on the arguments alone: mlx-lm's own processors, and
-                those wrapped by `pure`. Called for all rows, nothing is read.
+                those wrapped by `pure`. Called for all rows; no array is read.
     forkable    can copy and restore its state, see `ForkableProcessor`. Called for all
                 rows in order; then the state after the emitted tokens is restored.
     serial      every other callable. Called for a row once the choice before it is
@@ -104,7 +104,7 @@ class Processors:
             return self._apply(logits, rows, users, {})
         live, first = self.fork(), rows.positions[0]
         drafted = self._drafted
-        if first <= rows.round_start:  # `live` may be after a step in flight
+        if first <= rows.round_start:  # `live` may include a step in flight
             drafted = self._drafted = {}
             self.restore(self._after.get(first - 1, live))
         else:
@@ -115,7 +115,7 @@ class Processors:
             self.restore(live)
 
     def serial(self, logits: mx.array, rows: Rows) -> Iterator[mx.array]:
-        """Process row after row: a row's processors are called when it is asked for.
+        """Process row after row: processors are called when their row is asked for.
 
         Ask for a row once the choice before it is known to be emitted and does not end
         the text. If the round fails and runs again, the results of its calls are used

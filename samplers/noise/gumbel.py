@@ -1,7 +1,7 @@
 """Noise that depends on (seed, position, purpose, token id) and on nothing else.
 
-Position i has a Gumbel vector over token ids. It is the same in a verify of many
-rows and in a plain step, for logits of any width, and for draft and target. The largest
+Position i has a Gumbel vector over token ids. It is the same in a forward of many rows
+and in a plain step, for logits of any width, and for draft and target. The largest
 sum of log-probability and noise is a sample of the distribution (Gumbel-max; Maddison
 et al., "A* Sampling", 2014). So two models with the same noise mostly choose alike.
 
@@ -91,7 +91,7 @@ class GumbelNoise:
         return mx.concatenate([near, far])
 
     def _drawn_from(self, start: int) -> mx.array:
-        """Return the block that begins at `start`; forget all but its neighbours."""
+        """Return the block that begins at `start`; forget blocks not next to it."""
         if start not in self._drawn:
             near = range(start - self._block, start + self._block + 1)
             self._drawn = {s: rows for s, rows in self._drawn.items() if s in near}

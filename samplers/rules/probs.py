@@ -1,7 +1,7 @@
 """Probabilities for acceptance rules: distributions as rows.
 
 Axes: `[..., k, vocab]`, with any batch axes in front. A rule gets k + 1 distributions
-of the target (`target_probs`, after each verify row), k of the draft (`draft_probs`),
+of the target (`target_probs`, one for each row), k of the draft (`draft_probs`),
 the drafted tokens, and uniform coins from [0, 1). All functions are lazy, read nothing
 on the host, and keep the dtype of the probabilities: float32 in a round, float64 in
 tests that enumerate all outcomes.
@@ -112,7 +112,7 @@ def passes(coins: mx.array, part: mx.array, whole: mx.array) -> mx.array:
     """Compare coins with `quotient(part, whole)`, without the division.
 
     If `part` is 0, not even a coin of 0 passes. If the quotient is 1, every coin
-    passes: it is below 1, so `coins * whole` rounds to less than `whole`. No coin
+    passes: coins are below 1, so `coins * whole` rounds to less than `whole`. No coin
     passes if a value is NaN, or if `whole` is 0.
     """
     return (coins * whole < part) & (whole > 0)

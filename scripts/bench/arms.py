@@ -1,8 +1,8 @@
 """Ways to decode one prompt, token by token.
 
 An arm begins a job and returns a run, which is timed slice by slice. The first slice is
-the prefill and the first token; its seconds are kept apart. The other tokens of that
-first round do not count for the speed; all later tokens do.
+the prefill and the first token; its seconds are kept apart. Further tokens of the round
+that emitted the first token do not count for the speed; all later tokens do.
 """
 
 import time
@@ -35,8 +35,8 @@ class Job:
 
     Attributes:
         prompt: token ids.
-        tokens: most tokens to generate.
-        sampling: its options; mlx-lm draws differently from the same seed.
+        tokens: the largest number of tokens to generate.
+        sampling: the sampling options; mlx-lm draws differently from the same seed.
         stop: tokens that end the text; the text includes the one that ended it.
     """
 
@@ -166,7 +166,7 @@ def mlx_lm_arms(bench: Bench, lengths: list[int]) -> list[Arm]:
 
 def run_by_turns(bench: Bench, arms: list[Arm], job: Job) -> dict[str, Run]:
     """Let arms decode a job in turns of one slice of tokens."""
-    with wired(bench.model):  # wired limits of the arms end in any order
+    with wired(bench.model):  # the arms' own wired limits end in any order
         settle()
         runs = {arm.name: arm.begin(job) for arm in arms}
         number = 0
@@ -244,7 +244,7 @@ def count_rounds(
 ) -> None:
     """Count mlx-lm's rounds from its flags, which are true for accepted draft tokens.
 
-    A round ends with its one token that was not drafted, or with the budget.
+    A round ends with its only token that was not drafted, or with the job's last token.
     """
     emitted = accepted = 0
     for index, from_draft in enumerate(flags):

@@ -3,9 +3,10 @@
 Steady forwards are dependent and pipelined, without other work. Each is fed the choice
 of the previous one and is submitted before that result is read, as in a long run of
 plain steps. After each, the caches are rolled back, so that the context keeps its
-length; only the recurrent states advance in forwards of one token. Forwards of several
-rows run like those of a round if the model has its hooks. The time of a forward of w
-rows is then that of verifying w rows without sampler, commit and waits for the host.
+length, except that forwards of one token advance recurrent states. Forwards of several
+rows run like those of a round if the model has a round's hooks. The time of a forward
+of w rows is then that of verifying w rows without sampler, commit and waits for the
+host.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +38,8 @@ Step = Callable[[mx.array], mx.array]
 def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     """Return caches of a model, as a generator makes them, that hold some tokens.
 
-    The model reads the tokens like a round: in a third of the time on x86-64.
+    The tokens are read with the operations of a round, in a third of the time on
+    x86-64.
     """
     caches: list[Any] = with_slack(make_prompt_cache(model))
     for start in range(0, len(tokens), PREFILL):
@@ -54,7 +56,7 @@ def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Ste
     Args:
         model: with the hooks of a round.
         caches: the caches of the context.
-        drafts: whether the model drafts: then single tokens run like a round too.
+        drafts: whether the model drafts: its forwards of one token run like a round's.
     """
     rows = [leaf for _, leaf in leaves(caches) if hasattr(leaf, "trim")]
 
@@ -75,7 +77,7 @@ def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Ste
 
 
 def head_step_of(mtp: Mtp, model: nn.Module, context: int) -> Step:
-    """Return a step of an MTP head with one layer, over `context` slots."""
+    """Return a step of an MTP head with one layer, after `context` positions."""
     caches = with_slack(mtp.head.new_caches()[0])
     hidden = HiddenStates(model, after_norm=True).embed(
         mx.zeros((1, max(1, context)), mx.int32)
@@ -108,7 +110,7 @@ def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
         if index + 1 == WARM_UP:
             started = clock()
     # A forward is in flight at both readings of the clock. On a CPU it is nearly done,
-    # since mlx waits while it is submitted.
+    # since `mx.async_eval` blocks while many operations wait.
     finished = clock()
     mx.eval(tokens)
     return (finished - started) / count

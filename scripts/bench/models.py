@@ -8,7 +8,7 @@ eagle, ...      the bundled heads, each for the target it was trained on
 a folder        as in `draft=`
 one+other       a cascade; a lookup in it needs long matches
 one@4           with weights in 4 bits
-one%16          with trees of 16 tokens; a tree is as deep as a chain is long
+one%16          with trees of 16 tokens; the draft length is the number of levels
 one~1024        limited to the 1,024 most frequent token ids
 """
 
@@ -101,7 +101,7 @@ class Bench:
         return ["model", "lookup", *(OWN_DRAFTS.get(self.name, []) if bundled else [])]
 
     def generator(self, draft: str | None, **options: Any) -> SpeculativeGenerator:
-        """Make a generator with a named draft; of several ranks, the first one drafts.
+        """Make a generator with a named draft; only the first of several ranks drafts.
 
         Each generator gets a copy of the draft model, since it puts hooks on its model.
         """
@@ -154,7 +154,7 @@ class Bench:
         width: int,
         places: int | None = None,
     ) -> Parting | None:
-        """Return where a text differs from plain decoding's; see `find_parting`."""
+        """Return where a text leaves that of plain decoding; see `find_parting`."""
         ids, limit = TokenIds.of(self.tokenizer), logit_width(self.model)
         chooser = Chooser(sampling, ids.width, limit=limit, missing=ids.missing)
         return find_parting(
@@ -171,7 +171,7 @@ class Bench:
 def bare(model: nn.Module) -> nn.Module:
     """Return a copy of a model that shares its parameters, without our hooks."""
     shared: dict[int, Any] = {}
-    for module in model.modules():  # not on ranks
+    for module in model.modules():  # groups of ranks are shared too
         values = vars(module).values()
         shared |= {id(v): v for v in values if isinstance(v, mx.distributed.Group)}
     parameters: Any = tree_flatten(model.parameters())

@@ -22,7 +22,7 @@ MT_BENCH = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Question of one turn or several.
+    """A question of one or more turns.
 
     Attributes:
         group: the kind of text.

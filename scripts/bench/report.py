@@ -26,7 +26,7 @@ class Report:
     Attributes:
         rows: measured values. Lists and dicts are in the JSON line alone.
         facts: values that belong to no row.
-        quiet: print nothing; so on all ranks but the first.
+        quiet: whether to print nothing, as on all ranks but the first.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -86,14 +86,14 @@ def _print(report: Report, context: typer.Context, blas: dict[str, Any]) -> None
         },
         default=asdict,  # a Spread
     )
-    written: Path | str | None = context.params["json_file"]  # by version of typer
+    written: Path | str | None = context.params["json_file"]  # typer's version decides
     if written is not None:
         Path(written).write_text(line + "\n", encoding="utf-8")
     print(line)
 
 
 def _named(value: Any) -> Any:
-    """Return an option; of a path, only its last part."""
+    """Return the value of an option; of a path, only its last part."""
     if isinstance(value, list):
         return [_named(each) for each in value]
     if isinstance(value, Path) or (isinstance(value, str) and os.sep in value):

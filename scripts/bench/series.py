@@ -1,9 +1,8 @@
 """Series of an arm over all prompts of a group: speed, acceptance, compared texts.
 
-At temperature 0 every text has to equal that of our plain decoding, or to differ only
-from where two tokens are almost equally good. Above 0 only our arms have to, since
-mlx-lm draws from the global generator. Texts of mlx-lm's speculation may be wrong; the
-table then says so.
+At temperature 0 every text has to equal that of our plain decoding, or to differ from a
+near-tie on. Above 0 this holds for our arms only, since mlx-lm draws from the global
+generator. Texts of mlx-lm's speculation may be wrong; the table then says so.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ class Series:
 
     Attributes:
         arm: the arm.
-        runs: one of each prompt; empty after a failure.
+        runs: one for each prompt; empty after a failure.
         partings: where its texts begin to differ from those of our plain decoding.
         failure: the reason for having no runs, or None.
     """
@@ -70,9 +69,9 @@ class Series:
     def row(self, plain: "Series", mlx_lm: "Series") -> dict[str, Any]:
         """Return the row of the arm.
 
-        Ratios of speeds are over all prompts; `each` has one for each prompt, and
-        `x_whole` includes the prefill. `first_x` is the median ratio of the times to
-        the first token.
+        Ratios of speeds are over all prompts, except in `each`: the spread of each
+        prompt's ratio. `x_whole` includes the prefill. `first_x` is the median ratio of
+        the times to the first token.
         """
         if not self.runs:
             return {"arm": self.arm.name, "texts": self.failure or "no tokens"}

@@ -54,7 +54,7 @@ class Server:
 
     Attributes:
         name: its name in the table.
-        url: of its API.
+        url: the URL of its API.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Server:
 
 
 def widened(source: Path, folder: Path) -> Path:
-    """Write a model with the dtypes that we load, so that all servers load the same."""
+    """Write a model in the dtypes that our `load` makes, for all servers to load."""
     model, tokenizer = load(source)
     config = json.loads((source / "config.json").read_text("utf-8"))
     folder.mkdir()

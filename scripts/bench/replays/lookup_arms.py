@@ -20,8 +20,8 @@ from mlx_speculation.engine.lookup.automaton import SuffixAutomaton
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 
 LONGEST = 16  # tokens of a draft
-# Of suffix decoding: most tokens of a substring in its trees, and the probability below
-# which a drafted path ends.
+# Of suffix decoding: the largest number of tokens of a substring in its trees, and the
+# probability below which a drafted path ends.
 DEPTH, LEAST_CHANCE = 64, 0.1
 
 
@@ -93,7 +93,7 @@ class Ours(Arm):
         while not self._lookup.read_ahead(tokens):
             pass
         self._rule = DraftRule([self._source], self._credit, LONGEST)
-        self._rule.choose(1, 1, ())  # the first step is measured; not needed here
+        self._rule.choose(1, 1, ())  # skip the plain step that the rule begins with
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Return as many of the found tokens as the rule drafts."""
@@ -114,10 +114,10 @@ class Ours(Arm):
 
 
 def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -> str:
-    """Return the mean and the maximum of the work of our draft calls, as counts.
+    """Return a line with the mean and the maximum work of our draft calls.
 
-    Counted are the links read to find a match and to index the previous round's tokens,
-    and the tokens copied.
+    Work is counted in links that are read to find a match and to index the previous
+    round's tokens, and in tokens that are copied.
     """
     now = [0, 0]
     calls: list[tuple[int, int]] = []
@@ -160,12 +160,12 @@ def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -
 
 
 class PromptLookup(Arm):
-    """Proposes the tokens after an earlier occurrence of the longest last n-gram.
+    """Proposes the tokens after an earlier occurrence of the n-gram that ends the text.
 
     Args:
-        shortest: fewest tokens of an n-gram.
-        longest: most tokens of an n-gram.
-        latest: whether to use its latest occurrence, as in vLLM, or the first, as in
+        shortest: the smallest number of tokens of an n-gram.
+        longest: the largest number, which is tried first.
+        latest: whether to use the latest occurrence, as in vLLM, or the first, as in
             transformers.
     """
 
@@ -254,14 +254,14 @@ class SuffixTree:
         self.state, self.matched = state, matched
 
     def propose(self, limit: int) -> tuple[float, list[int]]:
-        """Return the draft with the highest score of all matches, and its score."""
+        """Return the highest score of all matches, and the draft that has it."""
         best: tuple[float, list[int]] = 0.0, []
         state, matched = self.state, min(self.matched, DEPTH)
         while state > 0:
             shorter = self._length[self._link[state]]
             path = self._path(state, limit)
-            # All matches of a state have the same continuation, of which a longer match
-            # leaves less.
+            # All matches of a state have the same continuation. A match and its draft
+            # have at most `DEPTH` tokens together.
             for length in {matched, max(shorter + 1, min(matched, DEPTH - limit))}:
                 count = min(length, DEPTH - length)
                 score = sum(chance for _, chance in path[:count])
@@ -271,7 +271,7 @@ class SuffixTree:
         return best
 
     def _path(self, state: int, limit: int) -> list[tuple[int, float]]:
-        """Return the path of most frequent tokens, as long as it is probable."""
+        """Return the most frequent tokens, until their path is too improbable."""
         result: list[tuple[int, float]] = []
         chance = 1.0
         while len(result) < limit:
@@ -291,8 +291,9 @@ class SuffixDecoding(Arm):
     """Suffix decoding (Oliaro et al., 2024) by its published rule and defaults.
 
     One tree holds the request's text, another holds all answers. Each match gives the
-    path of most frequent tokens, at most as long as the match and while it is probable.
-    The path with the highest sum of probabilities is drafted.
+    path of most frequent tokens, at most as long as the match, and cut where its
+    probability falls below `LEAST_CHANCE`. The path with the highest sum of
+    probabilities is drafted.
     """
 
     def __init__(self, limit: int) -> None:
@@ -320,7 +321,7 @@ class SuffixDecoding(Arm):
         return (mine if mine[0] >= answers[0] else answers)[1][:limit]
 
     def end(self, tokens: Sequence[int], answer: int) -> None:
-        """Add the rest of the answer to the trees, and end it."""
+        """Add the rest of the answer to the trees, and end the answer."""
         self.propose(tokens, 0)
         self._answers.append(-1)
 

@@ -3,7 +3,7 @@
 A trace has the result of each draft from each position (see scripts/traces.py), and a
 `Machine` has the cost of each round, so a policy gets the feedback of a generation. The
 rounds are those of `engine.round.decoder` and `engine.batch.running`: a plain step
-submits the next one, whose token a draft of the next round follows. Lookups are free.
+submits the next step, after whose token the next round drafts. Lookups are free.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ class Text:
     Attributes:
         context: number of tokens of the prompt.
         right: for each drafter, the number of drafted tokens that agree with the text.
-        proposed: for each drafter, the most tokens that it drafts there.
+        proposed: for each drafter, the largest number of tokens that it drafts there.
     """
 
     context: int
@@ -67,7 +67,7 @@ class Machine:
     Attributes:
         rounds: for each drafter, the cost of a round by its number of drafted tokens.
         left: the rest of a plain step that is in flight when a round begins.
-        cold: a plain step that was not in flight, when no next one is submitted.
+        cold: a plain step that begins with its round and submits no next step.
         noise: factors of the observed times of successive rounds, in a cycle.
     """
 
@@ -77,7 +77,7 @@ class Machine:
     noise: Sequence[float] = (1.0,)
 
     def plain(self, behind: bool, ahead: bool) -> float:
-        """Return the cost of a plain step, with a step in flight before and after."""
+        """Return a plain step's cost by the steps in flight before and after it."""
         steps = self.left if behind else self.cold
         return steps + (1.0 - self.left) * ahead
 
@@ -133,7 +133,7 @@ def replay(
     result: Replayed,
     known: Generator | None = None,
 ) -> None:
-    """Generate a text, and add its rounds to `result`; `known` is the rule's."""
+    """Generate a text, and add its rounds to `result`; only the rule needs `known`."""
     at, behind = 0, False
     plan: Plan | None = None
     next_plan: Plan | None = None
@@ -224,8 +224,8 @@ def texts_of(traces: Traces, pairs: Sequence[str]) -> dict[str, list[Text]]:
 
 # Cost of drafting one token on a GPU, in plain steps, by the kind of drafter.
 _DRAFTING = {"lookup": 0.0, "model": 0.4, "mtp": 0.1, "eagle": 0.1, "assistant": 0.1}
-# Plain steps to verify a number of drafted tokens. With a llama of 8 B on an H100,
-# nearly all of a round is the host's time; on an M4 Pro it is 4-bit products.
+# Cost, in plain steps, of verifying a number of drafted tokens. With a llama of 8 B on
+# an H100, a round is mostly the host's time; on an M4 Pro, mostly 4-bit products.
 _H100 = {0: 1.0, 1: 1.7, 2: 1.72, 4: 1.81, 8: 1.89, 16: 1.96}
 _MAC = {0: 1.0, 1: 1.03, 2: 1.22, 3: 1.47, 5: 2.07, 7: 2.69, 11: 3.0, 16: 3.4}
 # A machine without BLAS: each row costs a plain step, and no draft pays.
@@ -320,7 +320,7 @@ class Member:
         return len(self.text) - self.at
 
 
-# A row, the index of its lookup, its position then, and the weights of the proposal.
+# A row, the index of a lookup, the row's position when probed, the proposal's buckets.
 Probed = tuple[Member, int, int, Any]
 
 
@@ -330,7 +330,7 @@ def replay_batch(
     texts: Sequence[Text],
     result: Replayed,
 ) -> None:
-    """Generate texts as one batch: all requests are fed the same width.
+    """Generate texts as one batch: all requests get forwards of the same width.
 
     The device is taken to be busy: a plain step of the remaining requests costs their
     share of a plain step of the whole batch.
@@ -385,7 +385,7 @@ def replay_batch(
 def _probe_lookups(
     known: Generator, live: list[Member], limits: list[int], behind: bool
 ) -> tuple[list[Any], list[Probed]]:
-    """Return the survival of sources for each row with room, and the lookups' finds."""
+    """Return the survivals of each row that may draft, and what was probed."""
     offered, probed = [], []
     for row, limit in zip(live, limits, strict=True):
         if limit <= 0:

@@ -37,7 +37,7 @@ class Turn:
 
 
 def said(message: dict[str, Any]) -> str:
-    """Return the text of a message, with tool calls in the form models write them."""
+    """Return a message's text, with tool calls in the form that models write."""
     calls = (json.dumps(call) for call in message.get("tool_calls") or ())
     wrapped = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
     return (message.get("content") or "") + wrapped
@@ -85,7 +85,7 @@ def by_turns(sessions: Sequence[list[Turn]], together: int) -> Iterator[list[Tur
 
 
 def edits(tokenizer: Any, folder: Path | None = None) -> list[Turn]:
-    """Return requests to update a file: it is the prediction, the new one the answer.
+    """Return requests to update a file; the old file is the prediction.
 
     Args:
         tokenizer: a tokenizer with a chat template.
