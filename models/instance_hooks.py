@@ -2,9 +2,9 @@
 
 A hook derives a subclass from a given class. The class of a hooked module is its plain
 class with the hooks of all owners applied in the order of their ranks, the lowest rank
-first; the order in which owners come and leave does not matter. A module has one hook
-of each rank: the first requested one, until the last of its owners has left. Parameter
-paths and `isinstance` stay the same.
+first; the order in which owners come and leave does not matter. Of each rank a module
+has one hook: the first one requested, until the last owner of that hook has left.
+Parameter paths and `isinstance` stay the same.
 
 A copy of a hooked module, by `copy` or by `pickle`, is a copy of the plain module: it
 has the plain class, since no owner would ever remove hooks from the copy.

@@ -95,7 +95,7 @@ def _holds_keys(model: nn.Module) -> bool:
 
 
 def _scaled_length(config: Mapping[str, Any]) -> int:
-    """Return the context length after scaling rotations, as in configs of YaRN."""
+    """Return the context length after scaling rotations, as by YaRN; 0: not scaled."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = config.get(name)
         if isinstance(scaling, Mapping):

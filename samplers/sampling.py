@@ -63,8 +63,8 @@ class Sampling:
             processors, as mlx-lm's samplers do. A round calls it for every row, so
             rejected rows change its state too, if it has one. The text has the
             sampler's distribution. Drafts do not share the sampler's random numbers, so
-            one seed gives another text with a draft. Temperature and filters must be
-            off.
+            a seed gives another text with a draft than without one. Temperature and
+            filters must be off.
 
     Raises:
         InvalidRequestError: a value is out of its range.

@@ -1,14 +1,15 @@
 """P-EAGLE: an EAGLE-3 head that drafts all tokens in one forward (arXiv 2602.01469).
 
-The first token is drafted at the position of the newest pair. For each further token a
-masked position follows. It has a mask as its token and, in place of the target's hidden
-states, a trained state, which passes through the same `fc`:
+The first token is drafted at the position of the newest pair of states and token (see
+`head`). For each further token a masked position follows. It has a mask as its token
+and, in place of the target's hidden states, a trained state, which passes through the
+same `fc`:
 
     positions m .. n-1    pairs committed since the last draft; the last one gives d_1
     positions n, n+1      (fc(mask_hidden), mask) give d_2 and d_3
 
 Attention is causal, so a drafted token does not depend on the number of tokens after
-it. It does not depend on the tokens before it either: no state is recycled.
+it. Nor does it depend on the drafted tokens before it: none of them is an input.
 """
 
 from collections.abc import Sequence

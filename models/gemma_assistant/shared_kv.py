@@ -39,7 +39,7 @@ class SharedKv:
         kinds = dict.fromkeys(layer.layer_type for layer in assistant.layers)
         self.places = {kind: _last(caches, kind, model) for kind in kinds}
         self._window = assistant.settings.layers.sliding_window
-        model(mx.zeros((1, 1), mx.int32), cache=caches)  # fills them, for shapes
+        model(mx.zeros((1, 1), mx.int32), cache=caches)  # gives the caches their shapes
         for layer in assistant.layers:
             cache = caches[self.places[layer.layer_type]]
             _check_shapes(layer.self_attn, cache, self.places[layer.layer_type])

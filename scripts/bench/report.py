@@ -86,7 +86,8 @@ def _print(report: Report, context: typer.Context, blas: dict[str, Any]) -> None
         },
         default=asdict,  # a Spread
     )
-    written: Path | str | None = context.params["json_file"]  # typer's version decides
+    # A Path or a str: this depends on the version of typer.
+    written: Path | str | None = context.params["json_file"]
     if written is not None:
         Path(written).write_text(line + "\n", encoding="utf-8")
     print(line)

@@ -69,9 +69,9 @@ class Series:
     def row(self, plain: "Series", mlx_lm: "Series") -> dict[str, Any]:
         """Return the row of the arm.
 
-        Ratios of speeds are over all prompts, except in `each`: the spread of each
-        prompt's ratio. `x_whole` includes the prefill. `first_x` is the median ratio of
-        the times to the first token.
+        Ratios of speeds are over all prompts, except `each`: the spread of the single
+        prompts' ratios. `x_whole` includes the prefill. `first_x` is the median ratio
+        of the times to the first token.
         """
         if not self.runs:
             return {"arm": self.arm.name, "texts": self.failure or "no tokens"}
