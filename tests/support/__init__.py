@@ -1,1 +1,1 @@
-"""Helpers of several tests: tiny models."""
+"""Helpers that several tests share."""

@@ -1,4 +1,4 @@
-"""Writes the page on the command line from the commands themselves.
+"""Writes the page about the command line from the help texts of the commands.
 
     PYTHONPATH=src:tests python -m support.command_line_page docs/command_line.md
 
@@ -44,7 +44,7 @@ Where costs, copies of OpenBLAS and conventions of heads are kept:
 `MLX_SPECULATION_CACHE`, else `~/.cache/mlx-speculation`.
 """
 MODEL = ("adapter_path", "trust_remote_code", "blas")
-# Groups of options that several commands take, and the places where they are listed.
+# Groups of options that several commands take, each with a command that has it.
 GROUPS = {
     "Model": "generate",
     "Draft and its length": "generate",
@@ -64,7 +64,7 @@ def commands() -> dict[str, Any]:
 
 
 def panel(parameter: Any) -> str:
-    """Return the group of an option; "": the option belongs to one command."""
+    """Return the group of an option, or "" if it has none."""
     if parameter.name in MODEL:
         return "Model"
     return getattr(parameter, "rich_help_panel", None) or ""
@@ -87,7 +87,7 @@ def _shared() -> Iterator[str]:
 
 
 def _own_options(name: str, command: Any) -> Iterator[str]:
-    """Yield the lines on one command's options and on the groups that it takes."""
+    """Yield the links to the groups that a command takes, and its other options."""
     rest: dict[str, list[Any]] = {}
     for parameter in command.params:
         if parameter.opts[0].startswith("-"):
@@ -127,7 +127,7 @@ def _table(parameters: list[Any]) -> str:
 
 
 def _values(parameter: Any) -> str:
-    """Return the possible values of an option, if that is a short list."""
+    """Return the values that an option may take if its type is a `Literal`."""
     kind = parameter.type_descriptor.annotation
     if typing.get_origin(kind) is not typing.Literal:
         return ""

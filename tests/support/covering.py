@@ -1,9 +1,10 @@
 """Selects the combinations of parameters that `make test` runs.
 
-The number of combinations grows with each parameter, and most faults show with one
-value or with a pair of values. So the quick combinations cover every value of each
-parameter, and every pair of values of the parameters that are named as pairs. The
-other combinations are marked slow and run in `make test-long` only.
+The number of combinations grows with each parameter, but most faults show with one
+value of a parameter, or with a pair of values of two parameters. So the quick
+combinations cover every value of each parameter, and every pair of values of the
+parameters that are named as pairs. The other combinations are marked slow and run in
+`make test-long` only.
 """
 
 from collections import Counter
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-# One or two values that must occur together, as numbers of (parameter, value).
+# A value that must occur, or two that must occur together; each is a pair of indices:
+# (parameter, value).
 Need = frozenset[tuple[int, int]]
 
 
@@ -24,12 +26,13 @@ def covering(
 ) -> list[Any]:
     """Return every combination, for pytest's parametrize; a few of them are quick.
 
-    `covering("abc", (1, 2, 3, 4))` has twelve, four of them quick: a1, b2, c3 and a4.
+    `covering("abc", (1, 2, 3, 4))` returns 12, of which 4 are quick: a1, b2, c3 and a4.
 
     Args:
         values: the values of each parameter.
-        pairs: numbers of two parameters, of which all pairs of values are quick.
-        quick: by number of a parameter, its values that may be quick; combinations
+        pairs: indices of two parameters each; the quick combinations cover every pair
+            of their values.
+        quick: index of a parameter, and its values that may be quick; combinations
             with its other values are all slow.
     """
     lists = [list(each) for each in values]
@@ -63,8 +66,8 @@ def _covering_places(
 ) -> set[tuple[int, ...]]:
     """Return combinations that meet all needs, chosen greedily.
 
-    Each choice meets the most open needs. Of several, it is the one with the least used
-    values, which mixes them, and then the first, which makes the choice repeatable.
+    Each choice is the combination that meets the largest number of open needs. Of
+    several, it is the one whose values have been used least, and of these the first.
     """
     met_by = {each: _needs(each, pairs) for each in places}
     left = set[Need]().union(*met_by.values())

@@ -27,7 +27,7 @@ class InjectedError(Exception):
 
 
 class Run:
-    """A decoder on its own lanes; `cut` may change the outcome of each round."""
+    """A decoder with a target lane; `cut` may change the outcome of each round."""
 
     def __init__(self, model: nn.Module, drafter: Any, length: int, most: int) -> None:
         self.sequence = Sequence(list(PROMPT))
@@ -55,7 +55,7 @@ class Run:
         self.decoder.next_round([budget], [lambda t: self.cut(t)])
 
     def finish(self) -> list[int]:
-        """Run to the end of the budget; return the text."""
+        """Run until `most` tokens are emitted, and return them."""
         while len(self.emitted) < self.most:
             self.next_round()
         return self.emitted

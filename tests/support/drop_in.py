@@ -1,4 +1,4 @@
-"""Compares mlx-lm's generation with ours for the same keywords."""
+"""Compares mlx-lm's `stream_generate` with ours, called with the same keywords."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def assert_same_answer(
     make_lane: identity.MakeLane = Lane,
     rounding: float = ROUNDING,
 ) -> bool:
-    """Assert that answers are equal, up to a near-tie; return whether they are."""
+    """Assert that answers are equal up to a near-tie; return False at a near-tie."""
     chooser = chooser or Chooser(GREEDY, 256)
     assert expected.tokens == got.tokens or not bitwise, "not bit for bit"
     tie = assert_same_up_to_ties(

@@ -1,7 +1,7 @@
 """Runs many quick combinations of parameters in one test.
 
 A parametrized test costs a few milliseconds for each case, which is much for hundreds
-of small cases. The error of a failed combination has a note that names it.
+of small cases. If a combination fails, a note on the error names the combination.
 """
 
 import inspect
@@ -14,8 +14,8 @@ from typing import Any
 def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
     """Call a test with every combination of values, until one fails.
 
-    All combinations share their fixtures, so tests that patch or write to a folder
-    cannot use it.
+    All combinations share the fixtures of the test, so a test that patches something or
+    writes to a folder cannot use `each`.
 
     Args:
         values: the values of each parameter, by its name.

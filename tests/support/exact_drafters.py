@@ -1,11 +1,11 @@
 """Compares texts in exact mode with and without a drafter, bit for bit.
 
-Heads have random weights, so few of their tokens would be accepted. The drafter's
-choices are therefore replaced by the text's tokens, most of which are then accepted;
-its forwards, caches and states run as always.
+Heads have random weights, so few of their tokens would be accepted. A drafter's logits
+are therefore raised at tokens of the plain text, so that most drafted tokens are
+accepted; the drafter's forwards, caches and states are not changed.
 
-As a program it compares pairs of a target and a drafter in its own process, where a
-BLAS may be chosen, and prints a line for each.
+`compare` runs in a process of its own, where OpenBLAS can be loaded. It prints a line
+for each pair of a target and a drafter.
 """
 
 import json
@@ -36,8 +36,8 @@ from support.models.eagle_checkpoints import write_eagle
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# Rows of a forward, the default: with six, bits differ under OpenBLAS on a CPU without
-# AVX-512. And the step of views, small enough that every text reaches several.
+# ROWS is the default number of rows of a forward; with six, bits differ under OpenBLAS
+# on a CPU without AVX-512. With this STEP, the views grow several times in every text.
 ROWS, STEP = 8, 16
 PROMPT, TOKENS = 21, 40  # more than a window of 16
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
@@ -51,8 +51,8 @@ class Found:
 
     Attributes:
         tokens: number of tokens that differ in exact mode.
-        logprobs: number of tokens whose reported values differ in a bit, in exact mode.
-        control: the same number without exact mode, where it may be above 0.
+        logprobs: number of tokens whose log-probabilities differ in a bit, likewise.
+        control: like `logprobs`, but without exact mode, where it may be above 0.
         accepted: number of accepted drafted tokens, in exact mode.
         rejected: number of rejected drafted tokens, in exact mode.
     """
@@ -108,7 +108,7 @@ def assistant_on(name: str) -> Pair:
 
 
 def with_eagle(name: str, *others: Any) -> Pair:
-    """Return a target, and a random EAGLE-3 head, last in a cascade with `others`."""
+    """Return a target, and a random EAGLE-3 head, alone or last in a cascade."""
     model = build(name)
     head = eagle_on(model)
     return model, CascadeDraft(*others, head) if others else head
@@ -123,7 +123,7 @@ def _models(name: str) -> Pair:
     return build(name), CascadeDraft(LookupDraft(), build(name, seed=1))
 
 
-# The names are the kind of drafter and the kind of the target's layers.
+# A name consists of the kind of drafter and the kind of the target's layers.
 PAIRS: dict[str, Callable[[], Pair]] = {
     "mtp, dense": lambda: mtp_on("mimo"),
     "mtp, latent": lambda: mtp_on("deepseek_v3"),
@@ -150,7 +150,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 def written(
     model: nn.Module, draft: Any, sampling: Sampling, *, exact: int | bool = ROWS
 ) -> Result:
-    """Return a text, in exact mode with a small step of views, or not exact."""
+    """Return a text, in exact mode with views that grow by `STEP`, or without it."""
     with patch(
         "mlx_speculation.engine.options.generator.FixedShape",
         lambda rows: FixedShape(rows, STEP),

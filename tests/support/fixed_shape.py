@@ -1,7 +1,7 @@
-"""Compares logits of the rows of a text in exact mode, over different drafts.
+"""Compares the logits at each position of a text in exact mode, with different drafts.
 
-As a program it compares architectures in its own process, where a BLAS may be chosen,
-and prints for each how many rows differ in exact mode, and without it.
+`compare` runs in a process of its own, where OpenBLAS can be loaded. It prints for each
+architecture how many rows of logits differ in exact mode, and how many without it.
 """
 
 import json
@@ -119,7 +119,7 @@ def compare_wide_prompt(name: str, length: int, prompt: int) -> None:
 
 
 def compare(names: Sequence[str], length: int, seeds: Sequence[int]) -> None:
-    """Print for each architecture: rows that differ in exact mode, without, and all."""
+    """Print per architecture: rows that differ in exact mode, without it, all rows."""
     text = text_of(length)
     for name in names:
         model = build(name) if name in TINY_MODELS else census.build(name)

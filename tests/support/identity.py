@@ -21,14 +21,14 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.9, seed=11)
 GREEDY = Sampling(seed=0)
-# Most difference of a logit between widths, for tiny models in float32.
+# Largest difference of a logit between forward widths, for tiny models in float32.
 ROUNDING = 1e-3
 DRAFTERS = ("right", "wrong", "random", "turning")
 
 
 @dataclass(slots=True)
 class Compared:
-    """Counts of a check of equal texts."""
+    """Counts of compared texts, and of events while they were generated."""
 
     texts: int = 0
     near_ties: int = 0
@@ -59,14 +59,15 @@ def check_identity(
     lacks, has to equal that of our plain decoding.
 
     Args:
-        model: the target, and the model of the right draft.
+        model: the target, and the draft model of the kind "right".
         prompt: token ids.
         draft_length: tokens drafted in a round.
         tokens: number of tokens to generate.
         bitwise: whether near-ties are forbidden.
         kinds: kinds of draft, from `DRAFTERS`.
         samplings: sampling options.
-        passed: whether to pass caches; they must hold the whole text at the end.
+        passed: whether to pass a `prompt_cache`, which must hold the whole text at the
+            end.
     """
     seen = Compared()
     for sampling in samplings:
@@ -107,10 +108,10 @@ def check_identity(
 def _draft(
     kind: str, model: nn.Module, text: list[int], length: int
 ) -> tuple[nn.Module | Drafter, int]:
-    """Return a draft of a kind, and the tokens that it drafts in a round."""
+    """Return a draft of a kind, and the number of tokens that it drafts in a round."""
     if kind == "right":
         return model, length
-    if kind == "wrong":  # takes a round for every token, so its text is short
+    if kind == "wrong":  # takes a round for every token, so its drafts are short
         return ScriptedDrafter(text, right=0.0), 2
     seed = len(text)
     if kind == "turning":
@@ -156,7 +157,7 @@ def assert_same_up_to_ties(
         prompt: the tokens before both texts.
         expected: the text of plain decoding.
         got: the other text.
-        width: the most tokens in one forward of the other text, k + 1.
+        width: the largest number of tokens in a forward of the other text, k + 1.
         make_lane: makes the caches that both texts were written with.
     """
     parting = identity.find_parting(
@@ -178,7 +179,7 @@ def assert_same_text(
     bitwise: bool,
     make_lane: identity.MakeLane = Lane,
 ) -> identity.Parting | None:
-    """Assert equality; a family that is not bitwise may differ from a near-tie on."""
+    """Assert that texts are equal; unless `bitwise`, they may part at a near-tie."""
     assert expected == got or not bitwise, f"not bit for bit: {expected} and {got}"
     tie = assert_same_up_to_ties(
         model, chooser, prompt, expected, got, width=width, make_lane=make_lane

@@ -43,7 +43,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def _parted(words: list[str]) -> Iterator[list[str]]:
-    """Yield the commands of a line that `&&` joins."""
+    """Yield the commands that `&&` joins in a line."""
     part: list[str] = []
     for word in [*words, "&&"]:
         if word != "&&":

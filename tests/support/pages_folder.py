@@ -1,4 +1,4 @@
-"""A folder in which the paths of the documentation are small bundled models."""
+"""A folder with small bundled models at the paths that the documentation names."""
 
 import json
 import shutil
@@ -20,8 +20,8 @@ TEMPLATE = (
 def fill(folder: Path) -> None:
     """Put models at the paths that the pages use.
 
-    All are the smallest bundled model. One folder holds its config alone, and the chat
-    model has a template too.
+    Each is the smallest bundled model. The folder `UNTRAINED` has only its config, and
+    the chat model has a chat template as well.
     """
     small = demo_models()["draft"]
     for name in (TARGET, DRAFT, HEAD):
@@ -31,7 +31,7 @@ def fill(folder: Path) -> None:
     untrained = folder / UNTRAINED
     untrained.mkdir()
     shutil.copy(small / "config.json", untrained)
-    # The bundled models by their paths in a checkout.
+    # Some pages name bundled models by their paths in a checkout.
     (folder / "src").symlink_to(ROOT / "src")
     requests = [{"prompt": f"class Shape{number}:\n"} for number in range(16)]
     lines = "".join(f"{json.dumps(each)}\n" for each in requests)

@@ -1,22 +1,23 @@
 """Scheduling of the tests' threads; imported before all else.
 
 Each core has a worker of pytest. Threads of a BLAS that wait for each other would spin
-on the cores of other workers, so a BLAS may use one thread.
+on the cores of other workers, so a BLAS may use only one thread.
 
-mlx hands each operation to its own thread. By default a woken thread takes the core
-from the thread that woke it, which is about to hand over the next operation: some
-100,000 times in a test of texts. Under SCHED_BATCH the woken thread waits.
+A thread of mlx runs the operations that the calling thread hands over. By default a
+woken thread takes the core from the calling thread, which is about to hand over the
+next operation. This happens some 100,000 times in a test of texts. Under SCHED_BATCH
+the woken thread waits.
 
 mlx keeps its reference BLAS, with which rows are equal bit for bit; tests import mlx
 before this package, so another BLAS could not be loaded.
 
-Processes that tests start inherit the thread limit, the policy and the BLAS.
+Processes that tests start inherit the thread limit, SCHED_BATCH and the BLAS.
 
-A worker is pinned to a core, since waking a thread on another core costs a tenth of
-the time. Processes that the worker starts may use all cores.
+A worker is pinned to a core, since waking threads on another core would cost a tenth
+of its time. Processes that the worker starts may use all cores.
 
 The garbage collector is off until all modules are imported: it would take a fifth of
-that time.
+the time of the imports.
 """
 
 import gc

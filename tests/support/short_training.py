@@ -1,4 +1,4 @@
-"""A training of a few steps, and the results of its evaluations."""
+"""Options of a training of a few steps, and the accepted lengths that it reaches."""
 
 from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.training_run import TrainingResult

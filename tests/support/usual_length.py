@@ -4,7 +4,7 @@ from typing import Any
 
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 
-USUAL: int | None = 4  # None: adaptive, as without tests
+USUAL: int | None = 4  # None: adaptive, as outside of tests
 
 _for_stream = PolicyFactory.for_stream
 
@@ -16,5 +16,5 @@ def _with_usual(factory: PolicyFactory, length: Any, *args: Any, **options: Any)
 
 
 def install() -> None:
-    """Make it the default of all generators in this process."""
+    """Make `USUAL` the default draft length of all generators in this process."""
     setattr(PolicyFactory, "for_stream", _with_usual)  # noqa: B010  for mypy

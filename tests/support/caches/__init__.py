@@ -1,1 +1,1 @@
-"""Caches as comparable numbers, and their twins, which saw only the kept tokens."""
+"""Contents of caches as numbers, and twins: caches fed with the kept tokens only."""

@@ -1,4 +1,4 @@
-"""Rounds drawn by Hypothesis on a batch cache, and on a twin of every row."""
+"""Rounds drawn by Hypothesis on a batch cache, and on a single cache for each row."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=3)
 SINGLE_ROWS = st.lists(st.just(1), min_size=1, max_size=4)
 PROMPTS = st.lists(st.integers(0, 12), min_size=1, max_size=3)
 BEGINNINGS = ("merged", "left", "right")
-ENDINGS = {  # whether the kept rows stay
+ENDINGS = {  # ending -> whether the kept rows stay
     "commit": True,
     "prepare, commit": True,
     "whole": True,
@@ -45,7 +45,7 @@ class StopError(Exception):
 
 @dataclass(slots=True)
 class Row:
-    """The single cache of one row, its number of tokens, and the writes to it."""
+    """The twin of a row: a single cache of kept tokens, their number, the writes."""
 
     twin: Any
     position: int = 0
@@ -96,7 +96,7 @@ class Batch(Counting):
         self.sound = True
 
     def made(self, prompts: list[int], how: str) -> tuple[Any, list[Row]]:
-        """Return a new batch cache that holds these prompts, and its twins."""
+        """Return a batch cache with prompts of these lengths, and twins of its rows."""
         rows = [Row(self.kind.single()) for _ in prompts]
         longest = max(prompts)
         if how == "merged" or longest == 0:
@@ -205,7 +205,7 @@ class Batch(Counting):
         return written
 
     def write(self, shown: Any, plan: Plan) -> list[list[Rows]]:
-        """Write all forwards; if the plan watches, compare the view of each row."""
+        """Write all forwards; if watched, compare each row's view with its twin's."""
         written: list[list[Rows]] = [[] for _ in self.rows]
         twins = [detached(row.twin) for row in self.rows] if plan.watch else []
         after = 0

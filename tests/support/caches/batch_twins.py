@@ -1,9 +1,9 @@
 """Compares batch caches with single native caches, one for each row.
 
 A `BatchKind` writes to a batch cache as a model does, writes to the single cache of a
-row, and reads what the next tokens of that row can see in each. The values of a row
-are its position and serial number, as in `support.caches.cache_twins`; padding has
-negative positions and serial number 0.
+row, and reads what the next tokens of that row can see in both. The keys and values of
+a token are its position and serial number, as in `support.caches.cache_twins`; padding
+has negative positions and serial number 0.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class BatchKind(Protocol):
 
     @property
     def any_width(self) -> bool:
-        """Return whether a single cache is independent of its writes' grouping."""
+        """Return whether a single cache is independent of how writes are grouped."""
         ...
 
     def single(self) -> Any:
@@ -76,7 +76,7 @@ class BatchKind(Protocol):
         ...
 
     def cached(self, cache: Any, row: int | None) -> list[Any]:
-        """Return a row's content that its view does not show; None: a single cache."""
+        """Return what a row's view does not show; `row` is None for a single cache."""
         ...
 
 
@@ -192,7 +192,7 @@ class RaggedQuantizedKind(RaggedKind):
         return cache
 
     def arrays(self, rows: Sequence[Rows]) -> tuple[mx.array, mx.array]:
-        """Return keys of 32 numbers and values of 64; groups have two distinct ones."""
+        """Return keys of 32 and values of 64 numbers; a group has 2 distinct ones."""
         pairs, _ = together(rows)
         return mx.tile(pairs, (1, 1, 1, 16)), -mx.tile(pairs, (1, 1, 1, 32))
 

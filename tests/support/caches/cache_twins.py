@@ -1,9 +1,9 @@
-"""Compares caches with their native twins, which saw only the kept tokens.
+"""Compares caches with their twins: native caches that are fed only the kept tokens.
 
-Every row holds its position and a serial number as its values (`tagged`), so a row in
-the wrong place shows, and a rejected row differs from the row that is kept at its
-position later. A `Kind` writes to one kind of cache as a model does, and reads what a
-model can see of it.
+A native cache is written to without a speculation. Every row has its position and a
+serial number as key and value (`tagged`), so a row in the wrong place is noticed, and a
+rejected row differs from the row that is kept at its position later. A `Kind` writes to
+one kind of cache as a model does, and reads what a model can see of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -70,12 +70,12 @@ def detached(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """Rows of a ring that each of the next rows would see, oldest first.
+    """Rows of a cache that each of the next rows would see, oldest first.
 
     Attributes:
         keys: keys that the write returns, [rows, 2].
         values: values that the write returns, [rows, 3].
-        mask: the ring's mask before the write.
+        mask: the cache's mask before the write.
         width: number of next rows.
     """
 
@@ -145,7 +145,7 @@ class Held:
         self._values = self._read() if values else None
 
     def assert_unchanged(self, what: str) -> None:
-        """Require that every attribute has the same object with the same values."""
+        """Require that every attribute is the same object, with the same values."""
         for leaf, before in zip(self._leaves, self._attributes, strict=True):
             after = _shallow(vars(leaf))
             assert after.keys() == before.keys(), what
@@ -192,7 +192,7 @@ class Kind(Protocol):
 
     @property
     def any_width(self) -> bool:
-        """Return whether the content does not depend on the grouping of writes."""
+        """Return whether the content is independent of how writes are grouped."""
         ...
 
     def make(self) -> Any:
@@ -372,8 +372,8 @@ def ring_kinds(
 ) -> st.SearchStrategy[RingKind]:
     """Draw rings whose `keep` fits their window, with or without a model window.
 
-    With `keep > 0` there is none: mlx-lm's mask for a model window smaller than the
-    ring then depends on how the ring was filled, so no reference exists.
+    With `keep > 0` there is no model window: mlx-lm's mask for a model window smaller
+    than the ring then depends on how the ring was filled, so no reference exists.
     """
 
     def build(window: int, keep: int, narrow: int | None) -> RingKind:
@@ -431,7 +431,7 @@ _DRAWN = ("commit", "commit", "commit", *ENDINGS)
 def plans(
     draw: st.DrawFn, widths: st.SearchStrategy[list[int]], rarely: bool = False
 ) -> Plan:
-    """Draw a round; one of 3 is watched and one of 3 checked, if `rarely` of 6."""
+    """Draw a round; 1 in 3 is watched and 1 in 3 checked, with `rarely` 1 in 6."""
     drawn = tuple(draw(widths))
     every = 6 if rarely else 3
     bits = draw(st.integers(0, 24 * every - 1))

@@ -33,6 +33,6 @@ def assert_same_content(before: list[Any], after: list[Any]) -> None:
 
 
 def counts(statistics: Statistics) -> dict[str, Any]:
-    """Return the statistics without times, which the reason of a pause has too."""
+    """Return the statistics without times and reasons of pauses, which have times."""
     counted = asdict(statistics).items()
     return {k: v for k, v in counted if not k.endswith(("seconds", "paused"))}

@@ -2,7 +2,8 @@
 
 A `Draft` holds the tensors and metadata of a file. Half of the changes keep shapes,
 offsets and data consistent, so that the checks of the caches refuse them and not those
-of the file format. Most of our own files get a new, right digest, as from an attacker.
+of the file format. Most files in our own format get a new, right digest, as an attacker
+would give them.
 """
 
 import json
@@ -90,7 +91,7 @@ def pick(rng: Random, items: Any) -> Any:
     return choices[rng.integers(len(choices))]
 
 
-# Changes of a draft; shapes and data stay consistent unless the docstring differs.
+# Changes of a draft, all of which keep shapes and data consistent.
 
 
 def _some(draft: Draft, rng: Random) -> str:
@@ -136,7 +137,7 @@ def retype(draft: Draft, rng: Random) -> None:
 
 
 def renumber(draft: Draft, rng: Random) -> None:
-    """Change numbers in a tensor; small tensors hold offsets and paddings."""
+    """Change a number in one of the smallest tensors, such as an offset."""
     name = pick(rng, sorted(draft.tensors, key=lambda n: len(draft.tensors[n][2]))[:8])
     dtype, shape, data = draft.tensors[name]
     if len(data) >= 4:
@@ -180,7 +181,7 @@ def flip(draft: Draft, rng: Random) -> None:
 
 
 def restate(draft: Draft, rng: Random) -> None:
-    """Change the description of our own file, or a text of the metadata."""
+    """Change the description in a file of our format, or a text of the metadata."""
     if _DESCRIPTION not in draft.metadata or rng.random() < 0.5:
         _restate_native(draft.metadata, rng)
         return

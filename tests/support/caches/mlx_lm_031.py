@@ -1,7 +1,7 @@
 """Makes the caches that mlx-lm 0.31.3 and earlier versions have saved for the tests.
 
 Each file mlx_lm_VERSION_NAME in tests/caches/files/data was written by that version's
-own `save_prompt_cache`, with its folder first on the path:
+own `save_prompt_cache`, with the folder of that version first on the path:
 
     PYTHONPATH=FOLDER python tests/support/caches/mlx_lm_031.py VERSION OUT
 
@@ -41,7 +41,7 @@ def _slots(cache: Any, count: int) -> Any:
 
 
 def files(native: Any) -> dict[str, list[Any]]:
-    """Return the caches of each file.
+    """Return the caches of each file, by NAME.
 
     The file of "chunked" lacks data that is needed to load it.
     """

@@ -1,7 +1,8 @@
 """Caches of several roles, with rows that identify their text, and test requests.
 
-Row m of a role holds the position m + 1 and a digest of the tokens on which the row
-depends, so a test notices a row of another text, position or role.
+A role is a target, a draft model or a head whose caches a prefix cache keeps. Row m of
+a role holds the position m + 1 and a digest of the lag and of the tokens on which the
+row depends, so a test notices a row of another text, position or lag.
 """
 
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ def content(caches: list[Any]) -> Any:
 def bound(
     max_bytes: int, *kinds: Kind, **options: Any
 ) -> tuple[PrefixCache, list[Owner]]:
-    """Return a prefix cache for roles of these kinds; a kind with a lag is a head."""
+    """Return a prefix cache and owners for these roles; one with a lag is a head."""
     prefixes = PrefixCache(max_bytes, every=EVERY, **options)
     owners = [Owner() for _ in kinds]
     models = [kind.lag == 0 for kind in kinds].count(True)
@@ -97,7 +98,8 @@ def request(
     Args:
         prefixes: the prefix cache, which is looked up and then filled.
         tokens: the text; its last token is not known when the request begins.
-        roles: by index, the kind of a role, and how many last tokens its caches lack.
+        roles: by index, the kind of a role, and the number of last tokens that its
+            caches lack.
 
     Returns:
         For each role, the number of reused tokens, and the positions where the role

@@ -130,8 +130,8 @@ class LayerKind:
 def attentions() -> list[Any]:
     """Return attentions that compress by 4, 1 and 2 rows, and one that does not.
 
-    The head size 24 is not a multiple of 16, so that rows are not rounded: this would
-    take a hundred operations and not change the place of a row.
+    The head size 24 is not a multiple of 16, so that rows are not rounded: rounding
+    would take a hundred operations and not change the place of a row.
     """
     args = deepseek_v41.ModelArgs(
         hidden_size=16,

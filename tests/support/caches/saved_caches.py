@@ -219,7 +219,7 @@ def filled(case: Case, widths: list[int], rng: Random) -> Any:
 
 
 def fields(cache: Any) -> Iterator[Any]:
-    """Yield every field of a cache, arrays as bits, without its unused rows."""
+    """Yield the name and the value of every field of a cache, with arrays as bits."""
     for name, value in sorted(vars(cache).items()):
         yield name
         if name == "caches":

@@ -30,7 +30,7 @@ from support.caches.cache_twins import (
 )
 
 ROUNDS = 4_000
-# Shares of the rounds that are played: in the default profile, and in the long one.
+# Factors of the number of rounds: of the default profile, and the largest of others.
 QUICK, LONG = 0.25, 25
 
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
@@ -52,7 +52,7 @@ class Counting(RuleBasedStateMachine):
 
 
 class Twins(Counting):
-    """One cache under speculation, and its twin."""
+    """One cache under speculation, and its twin, which is fed only the kept rows."""
 
     sound = False
 
@@ -136,7 +136,7 @@ class Twins(Counting):
         return written
 
     def write(self, caches: list[Any], plan: Plan, views: list[Any]) -> list[Rows]:
-        """Write all rows; with `watch`, keep the view and that of a native copy."""
+        """Write all rows; if watched, add each view and that of a native copy."""
         native = detached(self.cache) if plan.watch != "never" else None
         cache = caches if isinstance(self.cache, list) else caches[0]
         written, after = [], 0
@@ -217,9 +217,9 @@ def played(machine: type[Counting], rounds: float, steps: int) -> int:
 
     Args:
         machine: a state machine that counts its rounds.
-        rounds: is multiplied by `QUICK` in the default profile, and by `LONG` in the
-            long one.
-        steps: most steps of one example.
+        rounds: number of rounds, multiplied by `QUICK` in the default profile, and by
+            up to `LONG` in longer ones.
+        steps: largest number of steps of one example.
 
     Returns:
         The number of rounds played.

@@ -40,7 +40,7 @@ KNOWING = ("mtp", "eagle", "sliding", "reduced")
 VOCAB = 256
 # Tolerance for a state; the states of two positions differ by more.
 CLOSE = 0.05
-_OWN = 1000.0  # states that the head makes encode text and position above this
+_OWN = 1000.0  # the head's own states are this plus a code of text and position
 
 Floats = NDArray[np.float32]
 
@@ -60,7 +60,7 @@ class KnownTexts:
     starts: list[int]
 
     def at(self, state: Floats) -> list[tuple[int, int]]:
-        """Return the texts and positions with this state; they share one prefix."""
+        """Return texts and positions with this state: several if texts begin alike."""
         near = np.abs(self.states - state).max(axis=1)
         places = np.nonzero(near < CLOSE * np.abs(state).max())[0]
         matches = []
@@ -72,12 +72,12 @@ class KnownTexts:
 
 @dataclass(eq=False)
 class KnowingHead:
-    """Attributes of a head that callers read.
+    """The attributes of a head, as its callers read them.
 
     Attributes:
         window: size of its sliding window; None: no window.
         ids: ids of the columns of its logits.
-        depth: most tokens that it drafts.
+        depth: largest number of tokens that it drafts; None: no limit.
     """
 
     window: int | None = None
@@ -102,8 +102,8 @@ class KnowingMtp:
 
     Attributes:
         known: the texts.
-        wrong: returns whether it predicts a position wrong.
-        fed: rows and widths of its forwards.
+        wrong: returns whether the token at a position is predicted wrong.
+        fed: method, rows and slots of each of its forwards.
         chains: number of chains begun.
         unknown: number of chains whose first slot is in no text.
     """
@@ -186,7 +186,7 @@ class KnowingMtp:
         return -1, -1
 
     def _check(self, cached: list[list[int]], text: int, position: int) -> None:
-        """Require that a row's cache holds its text up to here, or its last window."""
+        """Require that a row's cache holds its text up to here, or a window of it."""
         tokens = self.known.texts[text]
         whole = [[i, tokens[i + 1]] for i in range(position + 1)]
         window = self.head.window
@@ -285,7 +285,7 @@ class HeadBench(Bench):
     def _all_texts(self) -> list[list[int]]:
         """Return all prompts with their texts, which a batch decodes quickly.
 
-        The expected texts of rows are not taken from here.
+        `Bench.text` returns the texts that rows are compared with.
         """
         pairs = [(prompt_of(p), s) for p in PROMPTS for s in SAMPLINGS]
         results = SpeculativeGenerator(self.model, byte_tokenizer()).generate_batch(
@@ -338,7 +338,7 @@ def mtp_on(layout: str) -> tuple[Any, MtpDraft]:
 
 
 def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
-    """Return each row's drafts and statistics in a batch."""
+    """Return each row's result and drafts in a batch."""
     drafted: dict[int, list[list[int]]] = {}
     plain = SharedHead.propose
 
@@ -359,7 +359,7 @@ def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
 
 
 def drafts_alone(generator: SpeculativeGenerator, case: Case) -> Any:
-    """Return the drafts and statistics of a row that runs alone."""
+    """Return the result and the drafts of a row that runs alone."""
     drafted: list[list[int]] = []
     plain = MtpDrafter.propose
 

@@ -25,7 +25,7 @@ from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = TINY_MODELS | RECURRENT_MODELS
-LONGEST = 20  # longer than a window, so that a text outlives its prompt in it
+LONGEST = 20  # longer than a window, which the prompt therefore leaves
 PROMPTS = (1, 2, 6, 17, 23, 40)  # tokens; windows are 16
 SAMPLINGS = (
     Sampling(),
@@ -57,13 +57,14 @@ def noisy(model: nn.Module, name: str, share: float = 0.01) -> nn.Module:
 
 
 class Watched:
-    """Records the forwards of a model, [rows, positions], one of which may fail.
+    """Records the shapes [rows, positions] of a model's forwards; one may fail.
 
     Args:
         model: the model.
         fail_at: number of the forward that fails, from 1; 0: none.
         error: the error that it raises.
-        width: count only forwards of one row with this many positions; None: all.
+        width: for `fail_at`, count only forwards of one row with this many positions;
+            None: all.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Case:
 
 @dataclass(slots=True)
 class Bench:
-    """A model, and its texts of single rows.
+    """A target, a draft model, and the target's texts of single rows.
 
     Attributes:
         ties: the near-ties found so far.
@@ -174,7 +175,7 @@ class Bench:
         )
 
     def check(self, case: Case, tokens: list[int], *, width: int = 5) -> None:
-        """Require that a row's tokens begin the text that its prompt has alone."""
+        """Require that the tokens are the beginning of the text of a row alone."""
         least = max(LONGEST, len(tokens))
         text = self.text(case.prompt, case.sampling, case.prefill_step, least)
         expected = text[: len(tokens)]
@@ -205,7 +206,7 @@ def bench(name: str) -> Bench:
 def interrupt_commit(
     batch: BatchGenerator, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupt the `calls`-th commit of a layer's cache of the target with Ctrl-C."""
+    """Raise KeyboardInterrupt in the `calls`-th commit of a cache of the target."""
     plain, left = RaggedJournal.commit, [calls]
 
     def commit(self: Any, keep: Any) -> None:
@@ -235,7 +236,7 @@ def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
 
 
 def three_rounds_of_eight(batch: BatchGenerator, rows: list[int]) -> None:
-    """Run three rounds of eight requests; afterwards `rows` has only their forwards."""
+    """Empty `rows`, the caller's record, and run three rounds of eight requests."""
     for n in range(8):
         batch.insert(prompt_of(9 + n), max_tokens=40, stop_tokens=())
     while len(batch.running) < 8:

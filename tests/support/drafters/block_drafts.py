@@ -8,7 +8,7 @@ from mlx_speculation.models import HiddenStates
 
 
 class Greedy:
-    """Chooses the best column, and records its inputs.
+    """Chooses the column with the largest logit, and records what it is called with.
 
     Attributes:
         seen: logits [1, n] of each choice, and the ids of their columns.
@@ -28,7 +28,7 @@ class Greedy:
 
 
 def context_of(drafter: Any, tokens: list[int]) -> mx.array:
-    """Return the context of all tokens but the last."""
+    """Return the drafter's context: states of all tokens but the last."""
     model = drafter._target.parts.model
     taps = HiddenStates(model, layers=drafter.layers, after_norm=True)
     with taps.collect() as states:

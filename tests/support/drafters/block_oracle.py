@@ -33,13 +33,13 @@ def load_block(name: str, model: nn.Module, layers: tuple[int, ...]) -> DFlashDr
 class BlockOracle:
     """Replaces the layers of a drafter, and predicts the tokens of a known text.
 
-    Its caches hold the positions of the context, and of a block while a round runs. The
-    drafter chooses from its logits as always.
+    A row of the caches holds the position of a context row, or -1 for a row of a block
+    while a round runs. The drafter chooses from the oracle's logits as always.
 
     Args:
         draft: the drafter whose layers are replaced.
-        text: the text.
-        wrong: returns whether it predicts a position wrong.
+        text: the known text.
+        wrong: returns whether the token at a position is predicted wrong.
 
     Attributes:
         fed: number of context positions that came without a block.
@@ -66,7 +66,7 @@ class BlockOracle:
     def history(
         self, context: mx.array, tokens: mx.array, caches: Sequence[Any]
     ) -> None:
-        """Write context."""
+        """Write context to the caches."""
         self.fed += self._write(context, caches)
 
     def rows(

@@ -64,7 +64,8 @@ def broken(
         owner: the drafter's class.
         call: one of `CALLS`.
         nth: number of the call.
-        how: one of `RAISES`, or for propose of `WRONG`.
+        how: one of `RAISES`: the call raises before or after it acts; or a key of
+            `WRONG`, for "propose".
         error: the error to raise; None: a `BrokenError`.
     """
     happened, calls = Happened(), 0

@@ -26,7 +26,7 @@ class DraftedTargets:
 
     Args:
         tokens: number of tokens that a test generates.
-        depths: number of layers of targets that need an unusual number.
+        depths: number of layers, by target; other targets have their usual number.
     """
 
     def __init__(self, tokens: int, depths: Mapping[str, int] | None = None) -> None:

@@ -25,7 +25,7 @@ class Bench:
 
     Attributes:
         family: the reference.
-        folder: the folder that it is loaded from.
+        folder: the folder that the head is loaded from.
         hidden: [SLOTS, H].
         tokens: [SLOTS + 3]; token i follows state i.
     """
@@ -37,12 +37,12 @@ class Bench:
 
     @property
     def embedding(self) -> Array:
-        """The target's, [V, H]."""
+        """The target's embedding, [V, H]."""
         return self.folder.embedding.astype(np.float64)
 
     @property
     def head(self) -> Array:
-        """The target's, [V, H]."""
+        """The target's output matrix, [V, H]."""
         return self.folder.head.astype(np.float64)
 
     def load(self, convention: MtpConvention | None = None) -> Mtp:

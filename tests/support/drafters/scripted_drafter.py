@@ -52,11 +52,11 @@ class ScriptedDrafter:
         )
 
     def settle(self, accepted: int) -> None:
-        """Note the call."""
+        """Record the call."""
         self.calls.append(f"settle {accepted}")
 
     def discard(self) -> None:
-        """Note the call."""
+        """Record the call."""
         self.calls.append("discard")
 
     def _said(self, token: int) -> int:
@@ -102,6 +102,6 @@ class TurningDrafter(ScriptedDrafter):
         return Proposal(mx.array(said, dtype=mx.int32))
 
     def settle(self, accepted: int) -> None:
-        """Note the number of accepted tokens, and the number of right ones."""
+        """Record the numbers of accepted and of right tokens."""
         super().settle(accepted)
         self.settled.append((accepted, self._right_ones))

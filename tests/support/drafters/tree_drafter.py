@@ -32,7 +32,7 @@ class TreeDrafter:
         seed: decides the trees.
 
     Attributes:
-        trees: true: it can propose trees.
+        trees: whether it can propose trees; always true.
         proposed: number of trees proposed.
         chains: number of chains proposed.
         settled: for each tree, the numbers of accepted and of right tokens.
@@ -78,7 +78,7 @@ class TreeDrafter:
         return Proposal(mx.array(tokens, mx.uint32), branches=branches)
 
     def settle(self, accepted: int) -> None:
-        """Note the numbers of accepted and of right tokens."""
+        """Record the numbers of accepted and of right tokens."""
         self.settled.append((accepted, self._deepest))
 
     def discard(self) -> None:

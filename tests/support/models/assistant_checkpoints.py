@@ -1,6 +1,6 @@
 """Tiny Gemma 4 assistants for tiny targets, in memory and as files.
 
-The targets are a Gemma 4, whose last layers share keys and values, and whose full
+The targets are a Gemma 4 whose last layers share keys and values, a Gemma 4 whose full
 layers have larger heads and use keys as values, and a Gemma 3. The tensors have the
 names of real checkpoints.
 """
@@ -38,7 +38,7 @@ TARGETS: dict[str, TinyModel] = {
 # Heads that are wide enough for quantized caches.
 _WIDE = {"head_dim": 32, "global_head_dim": 32, "attention_k_eq_v": False}
 QUANTIZABLE = replace(_GEMMA4, args={**_GEMMA4.args, **_UNSHARED, **_WIDE})
-# The same without windows, which cannot be quantized.
+# The same with full attention alone, since caches of windows cannot be quantized.
 FULL_ONLY = replace(QUANTIZABLE, args={**QUANTIZABLE.args, "layer_types": [FULL] * 5})
 # As in real checkpoints, with the text model inside a larger model.
 WRAPPED = replace(

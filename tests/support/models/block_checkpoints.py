@@ -38,9 +38,9 @@ class Packaging:
         kind: "dflash", "dflash2" or "dspark".
         config: makes config.json or the keys of a GGUF file from the tapped layers.
         parts: the parts beside the backbone, see `parts_of`.
-        depth: most drafted tokens.
-        write: writes tensors to files other than safetensors.
-        names: prefixes of tensor names that are replaced here.
+        depth: largest number of drafted tokens.
+        write: form of the tensors: "safetensors", "nvfp4" (packed) or "gguf".
+        names: prefix of tensor names -> prefix in these files.
     """
 
     kind: str
@@ -235,7 +235,7 @@ def _named(name: str, names: dict[str, str]) -> str:
 
 
 def packed(tensors: Tensors) -> Tensors:
-    """Return tensors with the weights of the layers' linear parts packed as NVFP4."""
+    """Return tensors with the weights of the layers' projections packed as NVFP4."""
     result: Tensors = {}
     for name, value in tensors.items():
         part = name.removesuffix(".weight")

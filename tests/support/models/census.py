@@ -10,16 +10,17 @@ The table is census.json beside this file:
         window      the size of its rotating caches; null: it has none
         bitwise     whether four rows in one forward equal four forwards of one row,
                     bit for bit, past the window, on the Linux CPU wheel in float32
-        unequal     reason why drafts cannot be verified, if so
+        unequal     the reason, if drafts cannot be verified
         args        further arguments of ModelArgs
     not_built   module -> the reason, and a part of the error that proves it
 
-One module sets the logits of certain ids to minus infinity, so its vocabulary must have
-them. Its embeddings of ids from 256 on are zero. They are its output layer too, so the
-logits of these ids are 0, less than the largest logit, and the ids are never chosen.
+One module sets the logits of certain ids to minus infinity, so its vocabulary must
+contain these ids. Its embeddings of ids from 256 on are zero. The embeddings are its
+output layer too, so the logits of ids from 256 on are 0, less than the largest logit,
+and these ids are never chosen.
 
-A row with "tiny" instead of "args" names a row of tiny_models.json, which has more
-layers and its own test (tests/engine/test_text_is_unchanged.py).
+A row with "tiny" instead of "args" names a row of tiny_models.json. That model has more
+layers and a test of its own (tests/engine/test_text_is_unchanged.py).
 """
 
 import importlib
@@ -83,8 +84,8 @@ BUILT = {name: Architecture(name, **row) for name, row in _TABLE["built"].items(
 NOT_BUILT = {name: NotBuilt(**row) for name, row in _TABLE["not_built"].items()}
 
 
-# For the quick tests: one architecture of each combination of mlx's layers and kinds of
-# caches, and some with attention or mixers of their own.
+# For the quick tests: one architecture for each combination of mlx's layers and kinds
+# of caches, and some with attention or mixers of their own.
 EACH_KIND = (
     *("llama", "deepseek_v3", "mixtral", "gemma3n", "gpt_oss", "baichuan_m1"),
     *("bailing_hybrid", "qwen3_5", "lfm2", "phi3small", "cohere2", "deepseek_v2"),
@@ -142,7 +143,7 @@ def structure(module: str) -> nn.Module:
 
 
 def build_from(module: str, arguments: dict[str, Any], *, seed: int = 0) -> nn.Module:
-    """Build a module's model from the common arguments and its own."""
+    """Build a module's model from the common arguments and further ones."""
     args = _arguments(module, arguments)
     mx.random.seed(seed)  # The constructors draw from the global generator.
     model = _made(module, args)
@@ -193,7 +194,7 @@ def cache_kinds(model: nn.Module) -> str:
 
 
 def window(model: nn.Module) -> int | None:
-    """Return the size of the rotating caches, which must all have the same."""
+    """Return the size of the rotating caches, which must be the same for all."""
     sizes = {
         leaf.max_size
         for _, leaf in leaves(make_prompt_cache(model))
@@ -215,7 +216,7 @@ def widths_differ(model: nn.Module, prompt: list[int], rows: list[int]) -> float
     Args:
         model: the model.
         prompt: tokens that are fed first, in one forward.
-        rows: tokens that are compared, a multiple of four.
+        rows: tokens whose logits are compared; their number is a multiple of four.
     """
     wide, narrow = Lane(model), make_prompt_cache(model)
     wide.feed(prompt)

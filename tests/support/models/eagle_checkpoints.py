@@ -27,22 +27,23 @@ class Dialect:
     Attributes:
         architecture: the architecture in config.json.
         layer: the name of the decoder layer.
-        tuple_ids: whether config.json has the list of layers at its top, as indices of
-            transformers' tuple of hidden states; None: no list.
+        tuple_ids: true: config.json has the list of layers at its top, as indices of
+            transformers' tuple of hidden states; false: it has the list in
+            `eagle_config`, as layers from 0; None: no list.
         reduced: whether it drafts from a part of the ids, with d2t, t2d and lm_head.
         embedding: whether it has its own embedding.
         speculators: whether the sizes are in a nested part of config.json.
-        norms: of the layers' outputs: "", "each", "old names" or "joined".
+        norms: norms of the tapped outputs: "" (none), "each", "old names" or "joined".
         options: further keys of config.json.
         layers: number of decoder layers.
-        query_norms: of queries and keys: "", "each" or "together".
+        query_norms: norms of queries and keys: "" (none), "each" head or "together".
         deepspec: whether the list of layers has DeepSpec's form.
         output: whether it has an output layer for all ids.
-        last: "plain" (without `fc`) or "fc": it reads the last state alone; "": others.
+        last: "plain" (without `fc`) or "fc" if it reads the last state alone; else "".
         biased: whether attention and `fc` have biases.
         gemma: whether its layer is Gemma 4's.
         latent: whether its attention is DeepSeek's.
-        mask: the key of a P-EAGLE head's mask; "": it is not P-EAGLE.
+        mask: the key of the mask's id in config.json, for P-EAGLE heads; else "".
     """
 
     architecture: str
@@ -65,7 +66,7 @@ class Dialect:
 
 
 EVERY = {name: Dialect(**row) for name, row in read_rows(__file__).items()}
-# Dialects that differ from others in numbers alone.
+# Dialects that only the comparison with the numpy references needs.
 _VARIANTS = (
     *("normed residual", "plain residual", "llama3", "sliding"),
     *("last state, projected", "latent"),

@@ -1,7 +1,8 @@
 """A block drafter with fitted weights, which predicts the text of its target.
 
-The target's next token depends on its last token alone. A row of the drafter attends to
-the position before the block, whose states determine the token after the next.
+The target has no attention, so its next token depends on the last token alone. A row of
+the drafter attends to the position before the block; the target's states there
+determine the token after the next.
 """
 
 import json
@@ -39,7 +40,7 @@ def knowing(
     given: bool,
     kind: str = "dspark",
 ) -> Path:
-    """Write a drafter in speculators' layout that reads these layers and is right."""
+    """Write a drafter that reads these layers and is right, in speculators' layout."""
     taps = HiddenStates(model, layers=layers, after_norm=True)
     every = mx.arange(VOCAB)[:, None]
     with taps.collect() as states:

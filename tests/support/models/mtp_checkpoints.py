@@ -40,7 +40,7 @@ class Layout:
     Attributes:
         module: the target's module in mlx_lm.models.
         names: part of the head -> name in files; {k} is a layer of the head from 0, {n}
-            the same counted on from the target's layers, {b} a block.
+            is {k} plus the number of the target's layers, {b} is a block.
         config: further keys of config.json.
         layers: number of layers of the head.
         copies: copies of the target's tensors, name -> name in the target.

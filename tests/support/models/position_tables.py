@@ -24,8 +24,8 @@ class _Noting(nn.Embedding):
 def with_table(module: str, positions: int, *, seed: int = 0) -> nn.Module:
     """Build a model with a number of learned positions.
 
-    Its table is the beginning of a longer buffer: mlx looks up without a check of
-    bounds, and a row past the table is NaN.
+    Its table is the beginning of a longer buffer: mlx looks up rows without a check of
+    bounds, so a row past the table is read as NaN.
     """
     args: Any = BUILT[module].args
     model = build_from(module, {**args, "n_positions": positions}, seed=seed)

@@ -43,7 +43,7 @@ RECURRENT_MODELS: dict[str, TinyModel] = {
     if recurrent_caches(structure(tiny))
 }
 
-# Models whose mixers run again over their inputs, since they have no replay of a state.
+# Models whose mixers, having no replay, run again over the inputs of accepted tokens.
 RUN_AGAIN = ("jamba", "mamba", "rwkv7")
 
 
@@ -60,7 +60,7 @@ ROWS = mx.array([[201, 7, 96, 255, 31, 148], [5, 5, 80, 2, 0, 9], [90, 1, 44, 3,
 
 @contextmanager
 def hooked(model: nn.Module) -> Iterator[ModelHooks]:
-    """Hook a model in a block."""
+    """Hook a model inside a `with` block."""
     owner = ModelHooks(model)
     try:
         yield owner

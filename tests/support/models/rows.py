@@ -1,4 +1,4 @@
-"""Tables in JSON; a row may be `like` another one and then has only differences."""
+"""Tables in JSON; a row that is `like` another row has only the differences."""
 
 import json
 from pathlib import Path

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import base
 
-# ModelArgs.from_dict reads its signature for each key: half the time to build a model.
+# ModelArgs.from_dict inspects a signature for each key: half the time of a build.
 vars(base)["inspect"] = SimpleNamespace(signature=cache(inspect.signature))
 
 # Layers must outweigh the embedding in the residual stream, or a model with tied
@@ -112,7 +112,7 @@ def structure(tiny: TinyModel, *, vocab: int | None = None) -> nn.Module:
 def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None:
     """Give a model its random weights, drawn once for each key `known`.
 
-    Drawing them is most of the time to build a model. A test may assign into its
+    Drawing them takes most of the time of a build. A test may assign into a model's
     weights, so each model gets new arrays, which share the memory.
 
     Args:
@@ -175,7 +175,7 @@ def _randomised(path: str, weight: mx.array, embedding: float | None) -> mx.arra
     Args:
         path: path of the weight in the model.
         weight: its initial value.
-        embedding: the scale of an embedding; None: the weight is none.
+        embedding: the scale of an embedding; None: the weight is not an embedding.
     """
     if not mx.issubdtype(weight.dtype, mx.floating):
         return weight  # packed bits
@@ -184,6 +184,6 @@ def _randomised(path: str, weight: mx.array, embedding: float | None) -> mx.arra
         return weight + _NOISE * noise
     if embedding is not None:
         return noise * embedding
-    # Depthwise convolutions are [channels, kernel, 1]; others have the inputs last.
+    # Depthwise convolutions are [channels, kernel, 1]; other weights have inputs last.
     inputs = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
     return noise * (_GAIN / math.sqrt(inputs))

@@ -75,7 +75,7 @@ def sentencepiece_tokenizer(*, strips: bool = True) -> TokenizerWrapper:
 
 
 def metaspace_tokenizer(scheme: str, *, cleans: bool = False) -> TokenizerWrapper:
-    """Make a tokenizer of `PIECES` with the decoder of T5; it may remove spaces."""
+    """Make a tokenizer of `PIECES` with T5's decoder; `cleans`: it removes spaces."""
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in PIECES], 0))
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
     return TokenizerWrapper(_fast(tokenizer, cleans=cleans))

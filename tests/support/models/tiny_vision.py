@@ -34,14 +34,14 @@ NAMES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 FAMILIES: dict[str, dict[str, Any]] = {
     name: family.config for name, family in TINY.items()
 }
-# One family of each kind; the grids of other families are slow.
+# One family of each kind; the tests of other families are slow.
 KINDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("gemma3", "gemma4", "llava", "smolvlm", "idefics3", "aya_vision"),
     *("internvl_chat", "lfm2_vl", "pixtral", "mistral3"),
 )
 OTHERS = [name for name in FAMILIES if name not in KINDS]
-# Vectors with random values that the constructors draw.
+# Vectors that the constructors fill with random values; others keep their values.
 _DRAWN = {
     "bias",
     "dt_bias",
@@ -83,7 +83,7 @@ def build(name: str, family: TinyFamily, seed: int = 0, **text_config: Any) -> A
 
     def randomised(key: str, value: Any) -> Any:
         nonlocal state
-        if value.ndim < 2 and key not in _DRAWN:  # a norm's, or a scale
+        if value.ndim < 2 and key not in _DRAWN:  # of a norm, or a scale
             return value
         state, here = mx.random.split(state)
         return 0.15 * mx.random.normal(value.shape, key=here)

@@ -27,7 +27,7 @@ def generator(model: Any, **options: Any) -> SpeculativeGenerator:
 
 
 def request_of(prompt: ImagePrompt) -> Any:
-    """Return a prompt as a user passes it: without images as ids."""
+    """Return a prompt as a user passes it: as ids if it has no images."""
     return prompt if prompt.inputs else prompt.tokens
 
 

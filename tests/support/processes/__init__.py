@@ -1,1 +1,1 @@
-"""Other processes and threads of tests: ranks, servers, commands, interrupts."""
+"""Helpers for tests with ranks, servers, commands, interrupts and other processes."""

@@ -19,10 +19,10 @@ command_of = cache(typer.main.get_command)
 class Commands:
     """Runs commands; a traceback fails the test.
 
-    Costs of rounds are measured in one pass, since no test here needs exact ones.
+    Rounds are timed in one pass, since tests of commands need no exact costs.
 
     Args:
-        monkeypatch: removes the choice of the BLAS, which cannot be made again.
+        monkeypatch: replaces the choice of a BLAS, which a process cannot repeat.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ class Commands:
         return data
 
     def refused(self, *options: Any, text: str | bytes | None = None) -> str:
-        """Run a command with a user's error, and return its line on standard error."""
+        """Run a command that ends with a user's error, and return the error's line."""
         done = self(*options, text=text)
         assert done.exit_code in (FAILED, USAGE), done.output
         assert done.stdout == ""

@@ -38,7 +38,7 @@ def at_opcode(
         return trace
 
     outer = sys.gettrace()
-    # Python 3.12 reads this of all frames when a trace function is set.
+    # Python 3.12 reads this attribute of all frames when a trace function is set.
     sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
@@ -56,7 +56,7 @@ def raised_at(
 ) -> BaseException | None:
     """Run `action` and raise `error` at the `line`-th line of files under `traced`.
 
-    Returns the exception that left `action`; None if it ran fewer lines.
+    Returns the exception that left `action`; None if `action` ran fewer lines.
     """
     left = line
 

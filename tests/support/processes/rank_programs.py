@@ -1,4 +1,4 @@
-"""Programs for every rank of a test with several; see `support.processes.ranks`."""
+"""Programs that tests run on several ranks; see `support.processes.ranks`."""
 
 import faulthandler
 import importlib
@@ -105,7 +105,7 @@ def generator(model: nn.Module, draft: Any = None, **options: Any) -> Any:
 
 
 class Expected:
-    """Texts of a whole tiny model; used on rank 0 alone."""
+    """Texts of a whole tiny model, which each rank generates by itself."""
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, model
@@ -147,8 +147,8 @@ def texts(
 ) -> list[dict[str, Any]]:
     """Generate with drafts of several kinds, and return the comparison of each text.
 
-    A case is an architecture, with its kinds of drafts after a colon. Each text is
-    generated greedily and sampled, or with `by_turns` alternately.
+    A case is an architecture, with its kinds of drafts after a colon. Each kind has a
+    greedy and a sampled text, or with `by_turns` one text, greedy or sampled in turn.
     """
     said: list[dict[str, Any]] = []
     turns = cycle([[GREEDY], [SAMPLED]] if by_turns else [[GREEDY, SAMPLED]])
@@ -177,7 +177,7 @@ def texts(
 
 
 def _draft(kind: str, expected: Expected, sampling: Sampling) -> tuple[Any, int | None]:
-    """Return a draft and its length; other ranks than 0 need none."""
+    """Return a draft and its length; only rank 0 needs a draft."""
     if kind == "plain" or rank > 0:
         return None, {"measured": None, "plain": 0}.get(kind, 4)
     text = prompt_of(PROMPT) + expected.text(sampling)
@@ -283,7 +283,7 @@ def _failing(tokens: mx.array, logits: mx.array) -> mx.array:
 
 
 def raised(act: Callable[[], Any]) -> str:
-    """Return the text of the raised error; "": none."""
+    """Return the text of the raised error, or "" if none is raised."""
     try:
         act()
     except (SpeculationError, ValueError) as error:
@@ -297,7 +297,7 @@ def _lopsided(model: nn.Module) -> None:
 
 
 def _closed(made: Any, text: list[int]) -> dict[str, Any]:
-    """Close a stream on rank 0 alone, whose caches are the caller's."""
+    """Close a stream over caches of the caller, on rank 0 alone."""
     cache = make_prompt_cache(made.model)
     stream = made.stream(prompt_of(PROMPT), max_tokens=TOKENS, prompt_cache=cache)
     yielded = []
@@ -331,8 +331,8 @@ def endless(deed: str, who: str) -> dict[str, Any]:
 
     Args:
         deed: the fault. "wait", or "prompt" with a long prompt: the test kills a rank;
-            "raise" or "exit": after some tokens; "fail": inside of the model; "sulk":
-            the same, and the process lives on.
+            "raise" or "exit": it happens after some tokens; "fail": the model raises;
+            "sulk": likewise, and the process lives on.
         who: the rank with the fault.
     """
     model: Any = (
@@ -399,7 +399,7 @@ def mtp() -> list[dict[str, Any]]:
 
 
 def architectures(parallel: Parallel) -> dict[str, Any]:
-    """Try every architecture that can be spread; return the refusals."""
+    """Try every architecture that can be spread; return its texts or its refusal."""
     said: dict[str, Any] = {}
     for name in sorted(census.BUILT):
         model: Any = census.build(name)

@@ -32,14 +32,14 @@ ODD = group.size() - 1
 def make(length: int | None) -> Any:
     """Return a generator on all ranks, with a draft model on rank 0."""
     parts: tuple[Any, ...] = ("llama", "tensor")
-    if group.size() > 2:  # a layer for each
+    if group.size() > 2:  # a layer for each rank
         parts = ("qwen3_moe", "pipeline", group.size())
     draft = build("llama", seed=3) if rank == 0 and length != 0 else None
     return generator(on_ranks(*parts), draft, draft_length=length)
 
 
 class Streams:
-    """Orders of events of two streams, of which the first is read to its end.
+    """Orders of events in several streams; the first stream is read to its end.
 
     Args:
         made: the generator.
@@ -146,7 +146,7 @@ class Streams:
 
 
 class Mixed:
-    """Alternates plain steps and drafts, which are planned in the plain step before."""
+    """Mixes plain steps and drafts, some of them planned during a plain step."""
 
     longest = 2
 
@@ -174,8 +174,8 @@ WAYS = [
     "collected",
     "first_dropped",
 ]
-# Draft lengths by the kind of drafts; None: adaptive. Streams of "mixed" use `Mixed`:
-# plain steps, and drafts that are planned in them.
+# Draft lengths by the kind of drafts; None: adaptive. Streams of "mixed" have the plans
+# of `Mixed` instead.
 LENGTHS: dict[str, int | None] = {
     "mixed": 2,
     "plain": 0,
@@ -185,7 +185,7 @@ LENGTHS: dict[str, int | None] = {
 
 
 def several(*kinds: str) -> dict[str, dict[str, list[int]]]:
-    """Return the texts of each method of `Streams`, for some kinds of drafts."""
+    """Return the texts of each method of `Streams`, by kind of drafts; default: all."""
     said: dict[str, dict[str, list[int]]] = {}
     for name in kinds or LENGTHS:
         sampling = SAMPLED if name == "adaptive" else Sampling()
@@ -212,7 +212,7 @@ def all_and_lost(*cases: str) -> dict[str, Any]:
 
 
 def apart() -> dict[str, Any]:
-    """Let the last rank run another program; return the errors, and the text after."""
+    """Let the last rank run another program; return the errors and the texts around."""
     made = make(2)
     said: dict[str, Any] = {"before": _text(made)}
     odd = rank == ODD

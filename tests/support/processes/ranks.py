@@ -1,7 +1,7 @@
-"""Runs programs on several ranks of one machine, with a limit of time.
+"""Runs programs on several ranks of one machine, with a time limit.
 
 The ranks use mlx's ring. With RANKS_BACKEND=nccl in the environment they use NCCL, each
-with its own GPU; RANKS_SECONDS is then the limit.
+with its own GPU. RANKS_SECONDS in the environment changes the limit.
 
 Threads of the ring keep a core busy while they wait for another rank. On a busy machine
 a launch of ten seconds may take two minutes, so limits are long; only a hang should
@@ -60,7 +60,7 @@ def run_ranks(
         folder: an empty folder, for the results of the ranks.
         ranks: number of ranks.
         seconds: limit after which processes are killed and the test fails.
-        launcher: start them with mlx.launch.
+        launcher: start the ranks with mlx.launch.
         meanwhile: called with the process ids once they run; not with the launcher.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """A process that runs the code and commands of the documentation as a user would.
 
-It uses OpenBLAS if that is installed, the default of programs. Tests keep the reference
-BLAS, which takes three times as long, with large matrices ten times; tests with large
-matrices are marked `openblas` and run here too. One process runs everything in turn,
-since importing the package takes seconds.
+The process uses OpenBLAS if that is installed, as programs do by default. Tests keep
+the reference BLAS, which takes three times as long, or with large matrices ten times.
+Tests with large matrices are marked `openblas` and run in this process too. One process
+runs everything in turn, since importing the package takes seconds.
 """
 
 import io
@@ -39,7 +39,7 @@ class Said:
 
 
 class Reader:
-    """The process; it starts when it is first used."""
+    """A client of the process, which it starts when it first needs it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -59,7 +59,7 @@ class Reader:
         return self._ask({"page": page, "blocks": blocks, "folder": str(folder)})
 
     def command(self, words: list[str], folder: Path, text: str) -> Said:
-        """Run one of our commands in a folder, with a text as its standard input."""
+        """Run a command of this package in a folder, with a text as standard input."""
         return self._ask({"command": words, "folder": str(folder), "text": text})
 
     def test(self, name: str) -> Said:

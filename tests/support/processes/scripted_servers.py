@@ -1,4 +1,4 @@
-"""Servers with scripted answers from the real engine.
+"""Servers with the real engine, whose answers follow a script.
 
 A script returns the text of an answer for a request. The text becomes a constraint that
 allows one token at each position; prompts, caches, rounds, drafts and streams are those
@@ -60,7 +60,7 @@ TEMPLATE = """\
 
 @cache
 def agent_tokenizer() -> TokenizerWrapper:
-    """Return the demo's tokenizer with thinking, calls in JSON and `TEMPLATE`."""
+    """Return the demo's tokenizer with thinking, tool calls in JSON and `TEMPLATE`."""
     file = demo_models()["draft"] / "tokenizer.json"
     fast = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(file)),
@@ -82,7 +82,7 @@ def agent_tokenizer() -> TokenizerWrapper:
 def agent_maker(
     draft: str | None = None, kind: str = "llama"
 ) -> Callable[[PrefixCache | None], SpeculativeGenerator]:
-    """Return a function that makes a generator of a tiny target with that tokenizer.
+    """Return a function that makes a generator of a tiny target with `agent_tokenizer`.
 
     Args:
         draft: "near" for a model that is often right, "lookup", or None.

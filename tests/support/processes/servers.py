@@ -131,7 +131,7 @@ class Answer:
         return json.loads(self.body)
 
     def refused(self, status: int) -> dict[str, Any]:
-        """Assert that it is an error in OpenAI's form, and return its object."""
+        """Assert that the body is an error in OpenAI's form, and return the error."""
         assert self.status == status, (self.status, self.body[:300])
         error: dict[str, Any] = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -206,13 +206,13 @@ def get(server: Listening, path: str, **headers: str) -> Answer:
 
 
 def rows_held(worker: Worker) -> int:
-    """Return the number of waiting and running rows, of all drafts."""
+    """Return the number of waiting and running rows in all batches of the worker."""
     batches = [rows._batch for rows in tuple(worker._rows.values())]
     return sum(len(batch.waiting) + len(batch.running) for batch in batches)
 
 
 def bytes_in_use(server: Server, prefixes: PrefixCache) -> int:
-    """Return the bytes in use once every request has ended."""
+    """Clear the prefix cache after all requests; return the bytes still in use."""
     until(lambda: server.worker.taken == 0 and rows_held(server.worker) == 0)
     until(lambda: server.connections == 0)
     prefixes.clear()

@@ -1,6 +1,7 @@
-"""Draft heads and drafters in plain numpy, written from published facts alone.
+"""References of draft heads and drafters, written from published facts alone.
 
-The library is compared with their results, so they use neither the library nor mlx.
-Everything is computed in float64, over a whole history in one pass, without caches.
-Weights are [out, in], under their names on disk.
+The library is compared with their results, so `blocks` and `mtp` do not use it. They
+compute in numpy and float64, over a whole history in one pass, without caches; blocks
+of MTP heads are layers of transformers or mlx-lm. Weights are [out, in], under their
+names on disk. The modules `*_oracles` have heads that know the text instead.
 """

@@ -18,16 +18,16 @@ _OWN = 1000.0  # the oracle's state after step j is _OWN + j
 class OracleStep:
     """Predicts the next token of a known text, in place of `Assistant.step`.
 
-    Every call is checked. The first of a round gets the target's state before the
-    newest token, later calls get the oracle's state. They read the target's keys and
-    values of all positions before that token, in a window the last ones. All calls of a
-    round have the same position.
+    Every call is checked. The first call of a round gets the target's state before the
+    newest token, later calls get the oracle's state. Each call reads the target's keys
+    and values of all positions before the newest token, or of the last ones in a
+    window. All calls of a round have the same position.
 
     Args:
         draft: the assistant on its target.
         text: prompt and continuation.
-        wrong: returns whether it predicts a position wrong.
-        sparse: whether it has logits for a few ids only.
+        wrong: returns whether the token at a position is predicted wrong.
+        sparse: whether it returns logits for a few ids only.
         gone: number of rows of a window that a step in flight may have replaced.
     """
 

@@ -1,4 +1,4 @@
-"""Loss of an EAGLE-3 head on a row of text, in torch, drafted slot by slot.
+"""Loss of an EAGLE-3 head on a row of text, in torch, computed slot by slot.
 
 Each slot drafts separately, one token after the other, and computes its keys again. The
 library unrolls all slots at once; this code shares nothing with it.
@@ -29,15 +29,15 @@ def depth_loss(
 
     Args:
         weights: the head's weights, by their names on disk.
-        config: its config.json.
-        features: the outputs of the target's layers, each [positions, Ht].
+        config: the head's config.json.
+        features: the outputs of the tapped layers, each [positions, Ht].
         embedded: embeddings of the tokens [positions, H].
-        teacher: logits of the draft's ids after each position, [positions, ids].
+        teacher: the target's logits of the head's ids, [positions, ids].
         likeliest: the column of the target's choice after each position, or -1.
         counts: whether the token at a position counts for the loss.
         slots: number of slots that draft.
         depth: index of the drafted token, from 0.
-        hard: the weight of the likeliest token.
+        hard: the weight of the loss of the target's choice.
     """
     eps = config["rms_norm_eps"]
     normed = [

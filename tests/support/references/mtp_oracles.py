@@ -16,11 +16,11 @@ _OWN = 1000.0
 
 
 class OracleHead:
-    """Attributes of a head that callers read.
+    """The attributes of a head, as its callers read them.
 
     Args:
         layers: number of its layers; several form a chain.
-        depth: most tokens that it drafts.
+        depth: largest number of tokens that it drafts; None: no limit.
     """
 
     def __init__(self, layers: int, depth: int | None) -> None:
@@ -38,16 +38,17 @@ class OracleMtp:
 
     Every call is checked. Slot i of layer 0 must have the target's state at position i,
     as computed by one forward over the text, or the oracle's state of the slot before.
-    The first token of a round must be that of the text. Its caches hold the tokens.
+    With the target's state, its token must be token i + 1 of the text. The oracle's
+    caches hold the tokens.
 
     Args:
         target: the target.
         text: prompt and continuation.
         before_norm: whether it gets the states before the norm.
         layers: number of its layers.
-        depth: most tokens that it drafts.
-        wrong: returns whether it predicts a position wrong.
-        first: the position of the first slot, for each set of caches.
+        depth: see `OracleHead`.
+        wrong: returns whether the token at a position is predicted wrong.
+        first: the position of the first slot in new caches.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Target of drafters that are compared with numpy, and its states for them."""
+"""The target of drafters that are compared with references, and its states."""
 
 import json
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ def assert_drafts(
     Args:
         seen: logits [1, n] of each draft, and the ids of their columns or None.
         ids: ids of the columns where `seen` has None; None: all ids in order.
-        expected: [drafts, V], -inf where the drafter cannot reach.
+        expected: [drafts, V], -inf at ids that the drafter cannot draft.
     """
     assert len(seen) == len(expected)
     for (logits, row_ids), row in zip(seen, expected, strict=True):

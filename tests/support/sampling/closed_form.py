@@ -1,7 +1,7 @@
 """Mean acceptance in closed form, from the distributions of draft and target.
 
-For keyed choice and token-wise rejection it is that of one position; for block
-verification, whose coins depend on all prefixes, it is that of a round.
+For keyed choice and token-wise rejection it is the acceptance of one position; for
+block verification, whose coins depend on all prefixes, it is that of a round.
 """
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ from mlx_speculation.samplers.rules.verification import BLOCK
 
 
 def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """Return the probability that both choose token x with the same Gumbel noise.
+    """Return the probability that both models choose x with the same Gumbel noise.
 
     It is 1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by p / q
     the maximum changes sides once, so two running sums are enough: O(vocab log vocab).
@@ -58,7 +58,7 @@ def block_accepted(
     """Return how many tokens block verification accepts in a round, on average.
 
     It is the sum of p_1 to p_k along the drafted tokens. Its mean over rounds is the
-    mean accepted count; for a single draft it is not the mean given that draft.
+    mean accepted count; for one draft it is not the mean accepted count of that draft.
 
     Args:
         target_probs: [..., k + 1, vocab].

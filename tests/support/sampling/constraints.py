@@ -12,7 +12,7 @@ STATES, IDS = 4, 7
 
 @st.composite
 def automata(draw: st.DrawFn) -> TokenAutomaton:
-    """Draw an automaton; some states are dead ends, some can only end."""
+    """Draw an automaton; some states allow nothing, some only the end."""
     place = st.integers(0, STATES - 1)
     steps = st.dictionaries(st.integers(0, IDS - 1), place, max_size=4)
     table = draw(st.dictionaries(place, steps, min_size=1))

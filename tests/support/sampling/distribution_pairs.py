@@ -38,7 +38,7 @@ def with_zeros(draws: Draws, shape: tuple[int, ...]) -> Array:
 
 
 def halves(draws: Draws, shape: tuple[int, ...]) -> Array:
-    """Return distributions of few numbers, whose ratios are often equal, 1 or 1/2."""
+    """Return distributions of weights 0, 1 and 2, whose ratios are often 1 or 1/2."""
     return normalized(draws.integers(0, 3, size=shape).astype(np.float64))
 
 

@@ -80,7 +80,7 @@ def first_failure(acceptance: Array) -> Array:
 
 
 def last_success(acceptance: Array) -> Array:
-    """Odds of each count when the last coin that passes counts."""
+    """Odds of each count when the last coin that passes decides the count."""
     ones = np.ones((*acceptance.shape[:-1], 1))
     fails = np.flip(np.cumprod(np.flip(1 - acceptance, -1), axis=-1), -1)
     after = np.concatenate([fails, ones], axis=-1)
@@ -146,7 +146,8 @@ def along_drafts(distributions: list[Array], k: int) -> Array:
 
 
 def continued(target: list[Array], emitted: list[Array]) -> Array:
-    """The distribution if `emitted[n]`, [pairs, vocab**n, vocab], ends a round."""
+    """The joint distribution, if rounds of n + 1 tokens have the mass `emitted[n]`."""
+    # emitted[n]: [pairs, vocab**n, vocab]
     joint = np.zeros((len(target[0]), 1))
     for distribution, ends in zip(target, emitted, strict=True):
         joint = (joint[..., None] * distribution + ends).reshape(len(distribution), -1)
@@ -167,7 +168,7 @@ def ask(
         rule: the rule.
         tables: the distributions.
         shown: the draft's distributions that the rule gets; None: those of the tables.
-        chance: whether the rule gets distributions of a draft drawn at random.
+        chance: whether the draft is drawn at random; the rule then gets `shown`.
         dtype: of the distributions, and so of the rule's arithmetic.
 
     Returns:
@@ -192,7 +193,9 @@ def ask(
 
 
 def grouped(mass: Array, distribution: Array, count: int) -> Array:
-    """Sum `mass` [pairs, drafts] times `distribution` over all but `count` tokens.
+    """Sum `mass * distribution` over the drafts with the same first `count` tokens.
+
+    `mass` is [pairs, drafts].
 
     Returns:
         [pairs, vocab**count, vocab].
@@ -212,7 +215,7 @@ def enumerate_rule(
     chance: bool = True,
     dtype: mx.Dtype = mx.float64,
 ) -> Outcome:
-    """Enumerate one round; see `ask`. Tokens come from the distributions `drawn`."""
+    """Enumerate one round; see `ask`. Drafts come from the distributions `drawn`."""
     acceptance, distributions = ask(
         rule, tables, shown=shown, chance=chance, dtype=dtype
     )
@@ -230,8 +233,8 @@ def ended_early(tables: Tables, ends: list[Flags]) -> tuple[list[Array], list[Ar
     """Return drawn and shown distributions of drafts that may end before k tokens.
 
     `ends[d]` [pairs, vocab**d] is whether a draft ends before its token d, which may
-    depend on the tokens before alone. The rule then gets a row of zeros, and token 0 in
-    place of the missing one.
+    depend only on the tokens before d. The rule then gets a row of zeros, and token 0
+    in place of the missing token.
     """
     drawn, shown = [], []
     over = np.zeros((tables.pairs, 1), dtype=np.bool_)

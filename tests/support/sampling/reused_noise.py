@@ -43,7 +43,7 @@ def enumerate_two_rounds(rule: Rule, tables: Tables) -> Array:
 
 
 def _after_one_token(tables: Tables, pair: int) -> Tables:
-    """Return the tables of one pair after its first token, one pair per token."""
+    """Return the tables of a pair after its first token; each token makes one pair."""
     vocab = tables.vocab
 
     def shifted(distributions: list[Array]) -> list[Array]:
@@ -56,7 +56,7 @@ def _after_one_token(tables: Tables, pair: int) -> Tables:
 
 
 def _second_round(rule: Rule, tables: Tables, mass: Array) -> Array:
-    """Return the distribution of four tokens that begin with the first correction.
+    """Return the part of the distribution in which the first round emits one token.
 
     Args:
         rule: the rule.

@@ -1,7 +1,7 @@
 """Rounds over logits from a script, and processors that keep a record.
 
 Logits are a function of the prefix, so a row has the same bits in a plain step, in a
-verify of many rows, and in a round that is run again.
+verification of many rows, and in a round that is run again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ def scripted(prefix: Sequence[int], script: int = 0) -> Any:
 
 
 def scripted_rows(known: Sequence[int], drafted: Sequence[int]) -> mx.array:
-    """Return the verify rows of some drafts, [k + 1, vocab]."""
+    """Return the target's rows for a draft, [k + 1, vocab]."""
     whole = [*known, *drafted]
     lengths = range(len(known), len(whole) + 1)
     return mx.array(np.stack([scripted(whole[:length]) for length in lengths]))
@@ -61,7 +61,7 @@ class Forkable(Recorder):
 
 @pure
 def alternating(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Favour an id that depends on the last token and the number, in place."""
+    """Favour an id, by the last token and the number of tokens, in place."""
     logits[:, (tokens[-1:] + len(tokens)) % VOCAB] += 2.0
     return logits
 
@@ -79,7 +79,7 @@ def plain_text(chooser: Chooser, prompt: Sequence[int], count: int) -> list[int]
 
 
 def sequential(chooser: Chooser, logits: mx.array, rows: Rows) -> Iterator[int]:
-    """Choose row by row up to the first rejection; `ahead` is the draft."""
+    """Choose row by row up to the first rejection; `rows.ahead` is the draft."""
     for verdict in Verifier(chooser).sequential(logits, rows, rows.ahead):
         token: Any = verdict.tokens.item()
         yield token
@@ -90,7 +90,7 @@ def sequential(chooser: Chooser, logits: mx.array, rows: Rows) -> Iterator[int]:
 def draft_tokens(
     chooser: Chooser, text: list[int], oracle: Sequence[int | None]
 ) -> list[int]:
-    """Draft with another script, or with the tokens of the oracle where it has some."""
+    """Draft by another script, or the oracle's tokens where these are not None."""
     drafted: list[int] = []
     for right in oracle:
         ahead = mx.array(drafted, dtype=mx.uint32) if drafted else None
@@ -105,7 +105,7 @@ def draft_tokens(
 def verify(
     chooser: Chooser, text: list[int], drafted: list[int], fail_at: int | None
 ) -> list[int]:
-    """Return the emitted tokens of one round, whose state is then settled.
+    """Run one round, keep or restore the processors' state; return the emitted tokens.
 
     Args:
         chooser: the chooser of the request.

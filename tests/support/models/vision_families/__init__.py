@@ -1,4 +1,4 @@
-"""Families of mlx-vlm, tiny: their configs, and prompts with their images."""
+"""Tiny models of mlx-vlm's families: configs, and images for prompts."""
 
 import json
 from dataclasses import replace

@@ -15,7 +15,7 @@ def _images_of_one(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def _narrow(vlm: Any) -> None:
-    """Give the projector the text's hidden size, since it always has 1,024 outputs."""
+    """Replace the projector's last layer, which has 1,024 outputs in every config."""
     vlm.visual.projector.linear_2 = nn.Linear(128, 64)
 
 

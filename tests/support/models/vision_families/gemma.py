@@ -28,7 +28,7 @@ def _placed(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 class _Tower(nn.Module):
-    """Cuts an image into four, instead of the family's tower of 300M weights."""
+    """Cuts an image into 4 patches, in place of the family's tower of 300M weights."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

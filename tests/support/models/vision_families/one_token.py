@@ -1,6 +1,6 @@
-"""Families whose prompts have a number of image tokens that differs from the slots.
+"""Families whose prompts do not have one image token for each slot.
 
-They have one token for each image, or the number that transformers counts.
+A prompt has one token for each image, or as many as transformers counts.
 
 Vision towers that no config makes small are replaced, since only texts are compared.
 """

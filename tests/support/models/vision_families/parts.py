@@ -43,7 +43,7 @@ def patches(width: int, grid: str = "image_grid_thw", time: bool = True) -> Pixe
 
 
 def padded(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Patches [n, most, 48], padded to the image with most patches."""
+    """Patches [n, most, 48], padded to the largest number of patches of an image."""
     sides = mx.array([list(size) for size in sizes])
     most = max(down * across for down, across in sizes)
     filled = mx.arange(most)[None] < (sides[:, 0] * sides[:, 1])[:, None]
@@ -55,12 +55,12 @@ def padded(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def merged(size: Size) -> int:
-    """Return the slots of an image if four patches make a slot."""
+    """Return the number of slots of an image if four patches make a slot."""
     return size[0] * size[1] // 4
 
 
 def four(size: Size) -> int:
-    """Return the slots of an image if each has four."""
+    """Return the number of slots of an image if each image has four."""
     return 4
 
 
@@ -72,8 +72,8 @@ class TinyFamily:
         pixels: makes the tensors of images of given sizes, in patches.
         slots: returns the number of slots of an image.
         frame: ids before the slots of an image, and after them.
-        located: makes tensors with the places of the slots from the ids.
-        image: the id that the processor writes; -200 is written once for an image.
+        located: makes, from the ids, tensors with the places of the slots.
+        image: the id that the processor writes for a slot, or once for an image (-200).
         adapt: shrinks the parts of the model that no config makes small.
         config: config.json without `model_type`, from vision_families.json.
     """

@@ -5,7 +5,7 @@ checkpoint as it is published (tensor names, config.json) and the states of the 
 and returns the logits of every drafted position over the vocabulary of the target.
 Everything is computed in float64, over the whole text, without caches.
 
-They know nothing of the library or of mlx; scaled rotations are those of transformers.
+The modules use neither the library nor mlx; scaled rotations are those of transformers.
 Symbols in docstrings: n committed tokens whose states are known, H hidden size, V
 vocabulary of the target, Vd of the draft, B block size, r Markov rank, m tapped layers.
 Weights of linear layers are [out, in]. Where the sources disagree, a keyword of

@@ -1,4 +1,4 @@
-"""Layers of a drafter by its config, in one form for all packagings."""
+"""Shapes and rules of a drafter's layers, read from its config in any packaging."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +62,7 @@ def is_speculators(config: Config) -> bool:
 def is_gemma(config: Config) -> bool:
     """Return whether the layers are Gemma 4's, by the architecture or their type.
 
-    `target_model_type` is only that of the target and is not read.
+    `target_model_type` is the type of the target, and is not read.
     """
     names = "".join(config.get("architectures") or ())
     kind = str(inner_config(config).get("model_type", ""))
@@ -84,7 +84,7 @@ def body_of(weights: Weights, config: Config) -> Body:
     """The body of a drafter whose tensors have canonical names.
 
     Args:
-        weights: Tensors; their presence takes precedence over the config.
+        weights: Tensors, in which the layers are counted.
         config: Of any packaging but GGUF (`packagings.config_from_gguf`).
     """
     inner = inner_config(config)
@@ -120,7 +120,7 @@ def body_of(weights: Weights, config: Config) -> Body:
 
 
 def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
-    """Windows by layer: all slide with `use_swa`, otherwise those of `layer_types`."""
+    """Windows by layer: all layers slide with `use_swa`, else as `layer_types` says."""
     if option(config, "use_swa", False):
         return (int(option(config, "swa_window_size")),) * layers
     kinds = option(config, "layer_types") or ["full_attention"] * layers
@@ -136,14 +136,15 @@ def causal_layers(
 ) -> tuple[bool, ...]:
     """Return for each layer whether rows of the block see only earlier ones.
 
-    In a file of speculators full layers are never causal, and sliding ones are unless
-    `sliding_window_non_causal`. In other files all are if `dflash_query_causal` is
-    true. Otherwise `is_causal` at the top or in `dflash_config`, or
-    `dflash_config.causal`, decides; without them only sliding layers are causal.
+    In a file of speculators full layers are never causal, and sliding layers are causal
+    unless `sliding_window_non_causal` is true. In other files all layers are causal if
+    `dflash_query_causal` is true. Otherwise `is_causal` at the top or in
+    `dflash_config`, or `dflash_config.causal`, decides; without these keys only sliding
+    layers are causal.
 
     Args:
         config: Of any packaging but GGUF.
-        body: Its windows tell the sliding layers.
+        body: Its windows show which layers are sliding.
         non_causal_default: `sliding_window_non_causal` when a speculators file lacks it
             (false for dspark and dflash, true for dflash2).
     """

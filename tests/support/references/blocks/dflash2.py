@@ -1,4 +1,4 @@
-"""DFlash2: a block drafter with convolutions around its layers and a selector after.
+"""DFlash2: a block drafter with convolutions in its layers, and a selector after them.
 
 Backbone and context rows are those of DSpark's parallel part; the anchor is given (row
 0 drafts nothing).
@@ -32,11 +32,11 @@ def convolve(
 
     Args:
         weights: Tensors under canonical names.
-        config: Names `conv_group_size` (g).
+        config: Config with `conv_group_size` (g).
         name: `layers.i.attention_conv` or `layers.i.mlp_conv`.
         rows: y [rows, H], row 0 is the anchor.
         side: 0 in front of attention or MLP, 1 behind.
-        read: [rows, H], the normed rows in front; the same for both sides.
+        read: [rows, H], the normed rows in front of attention or MLP, for both sides.
     """
     base = weights[f"{name}.base_kernel"][side]  # [taps, H]
     taps, width = base.shape
@@ -61,7 +61,7 @@ def forward(
     *,
     chosen: Sequence[int] | None = None,
 ) -> Array:
-    """Return the logits of one block's drafts, [k, V]; -inf for no candidates.
+    """Return the logits of one block's drafts, [k, V]; -inf for all but the candidates.
 
     u_s = cap(output_multiplier lm_head h_s), C_s its top K ids; for c in C_s:
     z_s[c] = u_s[c] + sum_r A[p]_r (P h_s)_r B[c]_r, p = the id drafted before (the

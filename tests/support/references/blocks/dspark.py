@@ -42,9 +42,9 @@ def forward(
     chosen: Sequence[int] | None = None,
     samples: bool | None = None,
 ) -> Array:
-    """Return the logits of one block's drafts, [k, V]; -inf where it cannot reach.
+    """Return the logits of one block's drafts, [k, V]; -inf outside the drafter's ids.
 
-    Without a Markov head and with a given anchor it is DFlash's.
+    Without a Markov head, and if row 0 drafts nothing, the block is one of DFlash.
 
     With ctx = rms(fc [h_1 | .. | h_m], hidden_norm) and g the normed rows of the block
     (`run_block`): U_k = cap(lm_head g_k), z_k = U_k + bias(d_{k-1}, g_k), d_0 = anchor.
@@ -87,8 +87,8 @@ def forward(
 def anchor_samples(config: Config) -> bool:
     """Return whether row 0, the anchor's, drafts the position after it.
 
-    `sample_from_anchor` decides. Without it, the number of proposals does: true if it
-    is block_size, false if it is one less. The default is true.
+    `sample_from_anchor` decides. Without it, the number of proposals decides: true if
+    the number is block_size, false if it is block_size - 1. The default is true.
     """
     said = option(config, "sample_from_anchor")
     if said is not None:
@@ -162,7 +162,7 @@ class MarkovHead:
         self._state = np.zeros(rank)
 
     def bias(self, previous: int, g: Array) -> Array:
-        """[Vd] for the id before (target's) and the row g [H]; advances the rnn."""
+        """The bias [Vd] after target id `previous`, for row g [H]; advances the rnn."""
         if self._embedding is None:
             return np.zeros(1)
         e = self._embedding[previous]

@@ -1,4 +1,4 @@
-"""EAGLE-3 layers: fused taps, a first layer over [embedding | state], plain ones."""
+"""EAGLE-3 layers: fused taps, a layer over [embedding | state], then plain layers."""
 
 import math
 from dataclasses import dataclass
@@ -55,7 +55,8 @@ class EagleHead:
         config: config.json.
         embeddings: [V, H] of the target; unused when the head has its own.
         lm_head: [V, Ht] of the target; unused when the head has its own, or is tied.
-        absent_norm_before_residual: The value when the config has no such key.
+        absent_norm_before_residual: The value of `norm_before_residual` when the config
+            lacks it.
     """
 
     def __init__(
@@ -84,14 +85,14 @@ class EagleHead:
         self._latent = _latent(config)
 
     def embed(self, tokens: Array) -> Array:
-        """[slots] to [slots, H]."""
+        """Ids [slots] to embeddings [slots, H]."""
         return np.asarray(self._table[tokens])
 
     def fuse(self, taps: Array) -> Array:
         """States of the tapped layers [slots, m Ht] to g [slots, H].
 
         `fc_norm.j` (or the older aux_norm names) norms each tap, `input_norm` all of
-        them together; both are in front of fc. A head without fc takes its only tap.
+        them together; both are in front of fc. Without fc, g is the only tap.
         """
         weights, eps = self.weights, self.body.eps
         names = [name for name in _OLD_TAP_NORMS if f"{name}.weight" in weights]
@@ -115,7 +116,7 @@ class EagleHead:
 
         Layer 0: r = g, or rms(g, hidden_norm) if `norm_before_residual`;
         x = r + attention([rms(e, input_layernorm) | rms(g, hidden_norm)]);
-        x += mlp(rms(x, post_attention_layernorm)). The others are plain, of width H.
+        x += mlp(rms(x, post_attention_layernorm)). Later layers are plain, of width H.
 
         Args:
             embedded: e [slots, H].
@@ -142,11 +143,11 @@ class EagleHead:
         return x
 
     def states(self, x: Array) -> Array:
-        """Return the head's input: `rms(x, norm)`."""
+        """Return the input of the output matrix: `rms(x, norm)`."""
         return norm(self.weights, "norm", x, self.body)
 
     def logits(self, states: Array) -> Array:
-        """[.., H] to [.., V]: scaled, capped, and scattered by d2t."""
+        """States [.., H] to logits [.., V]: capped, scaled, and scattered by d2t."""
         assert self.head is not None
         cap = option(self.config, "final_logit_softcapping")
         made = softcap(states @ self.head.T, cap)
@@ -205,7 +206,7 @@ def _attend_latent(
 ) -> Array:
     """MLA: q = Wqb rms(Wqa x) (or Wq x); [c | k_rope] = Wkva x; [k | v] = Wkvb rms(c).
 
-    The rotated part of the keys is one for all heads.
+    The rotated part of the keys is the same for all heads.
     """
     name = f"{layer}.self_attn"
     rows = len(read)

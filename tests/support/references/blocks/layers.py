@@ -42,7 +42,7 @@ def _head_norm(weights: Weights, name: str, x: Array, body: Body) -> Array:
 def queries(
     weights: Weights, layer: str, x: Array, positions: Array, body: Body
 ) -> tuple[Array, Array | None]:
-    """Rotated queries [rows, nh, hd], and their gates [rows, nh, hd] if there are."""
+    """Rotated queries [rows, nh, hd], and their gates [rows, nh, hd], if any."""
     made = linear(weights, f"{layer}.self_attn.q_proj", x)
     made = made.reshape(len(x), body.heads, -1)
     gate = None
@@ -85,12 +85,12 @@ def attend(
     Args:
         weights: Tensors under canonical names.
         layer: `layers.i`.
-        x: Rows that ask, and give keys and values.
+        x: Rows that give queries, keys and values.
         positions: [rows].
         seen: [rows, context + rows].
         body: Shapes and rules.
-        context: Rows [context, H] that give keys and values as they stand, and their
-            positions [context].
+        context: Rows [context, H] that give keys and values only, and their positions
+            [context].
     """
     queried, gate = queries(weights, layer, x, positions, body)
     keys, values = keys_values(weights, layer, x, positions, body)
@@ -114,14 +114,14 @@ def feed_forward(weights: Weights, layer: str, x: Array, body: Body) -> Array:
 
 
 def unchanged(name: str, rows: Array, inner: Callable[[Array], Array]) -> Array:
-    """Nothing stands around attention and MLP (DFlash2 has a convolution there)."""
+    """Nothing is around attention and MLP (DFlash2 has convolutions there)."""
     return inner(rows)
 
 
 def add_attention(
     weights: Weights, layer: str, residual: Array, mixed: Array, body: Body
 ) -> Array:
-    """`residual + mixed`; Gemma 4 norms what attention gave first."""
+    """`residual + mixed`; Gemma 4 first norms `mixed`, the output of attention."""
     if body.gemma:
         mixed = norm(weights, f"{layer}.post_attention_layernorm", mixed, body)
     return residual + mixed
@@ -147,8 +147,8 @@ def seen_by_block(
 ) -> NDArray[np.bool_]:
     """Return the keys that each row of a block sees: [rows, context + rows].
 
-    Row j stands at position start + j. With a window it sees context position p iff
-    start + j - p < window, and so the block if it is causal: up to the row itself.
+    Row j is at position start + j. With a window it sees context position p iff
+    start + j - p < window. In a causal block it sees rows up to j within the window.
     """
     start = int(positions[-1]) + 1
     block_positions = start + np.arange(rows)[:, None]
@@ -181,7 +181,7 @@ def run_block(
         body: Shapes and rules.
         context: [n, H], `rms(fc(taps), hidden_norm)`.
         block: [rows, H], embeddings of the anchor and the masks.
-        positions: [n], ascending; the block goes on behind the last.
+        positions: [n], ascending; the block follows the last position.
         causal: Per layer, see `causal_layers`.
         around: Called with a name, the normed rows and attention or the MLP.
 

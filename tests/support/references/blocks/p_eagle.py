@@ -42,7 +42,7 @@ def forward(
     taps. Slot n-1 gives d_1, masked slot n-1+j gives d_{1+j}.
 
     Args:
-        weights: Tensors under their published names, `mask_hidden` of m Ht numbers.
+        weights: Tensors under their published names; `mask_hidden` has m Ht numbers.
         config: config.json.
         hidden: For each tapped layer (`eagle_taps`) its output [n, Ht] at positions
             0..n-1.

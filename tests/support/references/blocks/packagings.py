@@ -1,4 +1,4 @@
-"""Converts published names to one set: prefixes, GGUF, NVFP4, tapped layers."""
+"""Converts published files to one form: names, GGUF, NVFP4, tapped layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +33,7 @@ GGUF_MODEL = {
     "dspark.log_snr_fc1": "log_snr_fc1",
     "dspark.log_snr_fc2": "log_snr_fc2",
 }
-# Keys of a GGUF file for the keys of config.json.
+# Key of config.json -> key of a GGUF file.
 _GGUF_KEYS = {
     "hidden_size": "dspark.embedding_length",
     "num_attention_heads": "dspark.attention.head_count",

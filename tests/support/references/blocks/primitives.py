@@ -59,7 +59,7 @@ def attention(
         values: [columns, nkv, width].
         seen: [rows, columns], true where a row may see a column.
         scale: Factor of the scores.
-        sinks: [nh], one more score per head that has no value.
+        sinks: [nh], one more score per head, without a value.
 
     Returns:
         [rows, nh, width].

@@ -62,8 +62,8 @@ def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) 
     """The rotation that a config describes.
 
     Args:
-        config: Names theta and scaling; `mrope_section` is ignored, since the rows of
-            a text have three equal positions.
+        config: Config with theta and scaling; `mrope_section` is ignored, since the
+            rows of a text have three equal positions.
         head_dim: Channels of a head.
         partial: Whether `partial_rotary_factor` is meant for the drafter.
         interleaved: See `Rope`.

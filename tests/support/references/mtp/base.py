@@ -58,20 +58,20 @@ class Family:
     """A family of heads, with a tiny configuration of a target that has one.
 
     Attributes:
-        module: of the target under mlx_lm.models.
+        module: module of the target under mlx_lm.models.
         config: config.json of the target and its head.
         names: of each layer's tensors around its block.
-        block: runs one layer's block on [n, H], see `mtp.blocks`; norms are stored as
-            they are applied.
-        tensors: names and shapes of all tensors but copies; # in a name is a number
-            below the first one of the shape.
+        block: runs one layer's block on [n, H], see `mtp.blocks`; it gets the weights
+            of norms as they are applied.
+        tensors: names and shapes of all tensors but copies; # in a name stands for each
+            number below the first number of the shape.
         layers: number of the head's layers. Layer k reads the output of layer k - 1 at
             the same slot.
         used: number of layers that are used; None: all.
-        hidden_first: the order in the concatenation.
+        hidden_first: whether the state precedes the embedding in the concatenation.
         plus_one: whether norms are stored as w and applied as 1 + w.
         state: the state of the target that the head reads.
-        recycles: the state of the head that it recycles.
+        recycles: the state of the head that its next step reads.
         copies: names of copies of the target's embedding and head in the file.
     """
 
@@ -127,10 +127,10 @@ def make_tensors(
 
 
 def _drawn(draws: Draws, name: str, shape: Sequence[int]) -> NDArray[Any]:
-    """Return a random tensor, with a scale by its name.
+    """Return a random tensor, whose scale depends on its name.
 
-    Biases of experts are not negative, so that experts of a closed group are never
-    chosen, whether their score is 0 or minus infinity.
+    Biases of experts are not negative, so that experts of an excluded group are never
+    chosen, whether exclusion sets their score to 0 or to minus infinity.
     """
     if len(shape) > 1:
         return draws.matrix(*shape)

@@ -29,10 +29,10 @@ class TorchLayer:
         index: index of a layer of the target that is of the head's kind.
         module: module in transformers.models; None: named as in mlx-lm.
         changes: values of the configuration under the names of transformers.
-        renames: names of tensors that differ.
+        renames: part of a tensor's name on disk -> part in transformers.
         rotary: the name of the class that makes the angles, without the prefix.
         skipped: prefixes of the names of tensors around the block.
-        norms_less_one: whether norms multiply by 1 + weight.
+        norms_less_one: whether norms of transformers multiply by 1 + weight.
     """
 
     prefix: str
@@ -123,7 +123,7 @@ class MimoProLayer(TorchLayer):
 
 
 class LongcatLayer(TorchLayer):
-    """LongCat's attention and MLP; its decoder layer has two of each."""
+    """LongCat's attention and MLP; transformers' decoder layer has two of each."""
 
     def run(self, family: Family, config: Any, tensors: Weights, x: Any) -> Any:
         """Run attention and an MLP."""
@@ -157,7 +157,7 @@ class NemotronLayer(TorchLayer):
 
 @dataclass(frozen=True, slots=True)
 class MlxLayer:
-    """A block that mlx-lm has as a layer; it follows the last layer of the target.
+    """A block that mlx-lm has as a layer; its index follows the target's last layer.
 
     Attributes:
         name: name of the class.

@@ -1,7 +1,7 @@
 """All families of heads by name, from families.json beside this file.
 
-If a family is `like` another one, tensors that it lacks are null. A name with # stands
-for several tensors, as many as the first number of the shape.
+A family that is `like` another one sets tensors that it lacks to null. A name with #
+stands for several tensors, as many as the first number of the shape.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Folders with a reference's head, in the layout of published ones."""
+"""Folders with a head that a reference computes, in the layout of published heads."""
 
 import importlib
 from dataclasses import dataclass
