@@ -259,7 +259,7 @@ class RingKind:
         if self.keep and rows.width > 1 and wraps:
             del shown[
                 1
-            ]  # the mask is not the native one: tests/caches/journals/test_rotating_kv
+            ]  # unlike the native mask, see tests/caches/journals/test_rotating_kv.py
         return [index, *shown, cache._idx]
 
     def content(self, cache: Any, probe: int) -> list[Any]:

@@ -1,9 +1,9 @@
 """Random damage to files of caches, most of it well-formed as safetensors.
 
 A `Draft` holds the tensors and metadata of a file. Half of the changes keep shapes,
-offsets and data consistent, so that the checks of the caches refuse them and not those
-of the file format. Most files in our own format get a new, right digest, as an attacker
-would give them.
+offsets and data consistent, so that the checks of the caches refuse them, and not the
+checks of the file format. Most files in our own format get a new, right digest, as an
+attacker would give them.
 """
 
 import json
@@ -67,7 +67,7 @@ def header_of(draft: Draft) -> tuple[dict[str, Any], bytes]:
 
 
 def put_together(draft: Draft, rng: Random) -> tuple[dict[str, Any], bytes]:
-    """Return header and data; nine in ten of our own files get the right digest."""
+    """Return header and data; nine in ten files of our format get the right digest."""
     entries, data = header_of(draft)
     if DIGEST in draft.metadata and rng.random() < 0.9:
         tensors = {

@@ -30,7 +30,7 @@ class Owner(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Kind of a role."""
+    """Kind of a role: the caches of the role, and its lag."""
 
     stateful: bool = False  # whether the role has a ring beside its KV cache
     lag: int = 0  # row m depends on the tokens [0, m + lag]
@@ -72,7 +72,7 @@ def content(caches: list[Any]) -> Any:
 def bound(
     max_bytes: int, *kinds: Kind, **options: Any
 ) -> tuple[PrefixCache, list[Owner]]:
-    """Return a prefix cache and owners for these roles; one with a lag is a head."""
+    """Return a prefix cache and owners for roles; a role with a lag is a head."""
     prefixes = PrefixCache(max_bytes, every=EVERY, **options)
     owners = [Owner() for _ in kinds]
     models = [kind.lag == 0 for kind in kinds].count(True)

@@ -30,7 +30,7 @@ from support.caches.cache_twins import (
 )
 
 ROUNDS = 4_000
-# Factors of the number of rounds: of the default profile, and the largest of others.
+# Factors of the number of rounds: in the default profile, and at most in others.
 QUICK, LONG = 0.25, 25
 
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)

@@ -186,7 +186,7 @@ class KnowingMtp:
         return -1, -1
 
     def _check(self, cached: list[list[int]], text: int, position: int) -> None:
-        """Require that a row's cache holds its text up to here, or a window of it."""
+        """Require that a row's cache has the text to `position`, or the last window."""
         tokens = self.known.texts[text]
         whole = [[i, tokens[i + 1]] for i in range(position + 1)]
         window = self.head.window

@@ -175,7 +175,7 @@ class Bench:
         )
 
     def check(self, case: Case, tokens: list[int], *, width: int = 5) -> None:
-        """Require that the tokens are the beginning of the text of a row alone."""
+        """Require that a row's tokens equal the beginning of the row's plain text."""
         least = max(LONGEST, len(tokens))
         text = self.text(case.prompt, case.sampling, case.prefill_step, least)
         expected = text[: len(tokens)]

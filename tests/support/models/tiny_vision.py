@@ -83,7 +83,7 @@ def build(name: str, family: TinyFamily, seed: int = 0, **text_config: Any) -> A
 
     def randomised(key: str, value: Any) -> Any:
         nonlocal state
-        if value.ndim < 2 and key not in _DRAWN:  # of a norm, or a scale
+        if value.ndim < 2 and key not in _DRAWN:  # weight of a norm, or a scale
             return value
         state, here = mx.random.split(state)
         return 0.15 * mx.random.normal(value.shape, key=here)

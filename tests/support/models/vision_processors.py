@@ -2,7 +2,7 @@
 
     PROCESSORS    by family; prompts of other families are tensors, see `tiny_vision`
 
-Each has the names of the tokens from 256 on, the files as transformers'
+Each entry has the names of the tokens from 256 on, the files as transformers'
 `save_pretrained` writes them, and the marker of an image in a text. Images are cut and
 scaled by the processor code of their family.
 """

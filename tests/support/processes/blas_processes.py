@@ -1,4 +1,4 @@
-"""Processes that choose a BLAS, and a check of the one that mlx calls.
+"""Processes that choose a BLAS, and a check of the BLAS that mlx calls.
 
 A BLAS is chosen once per process, so each case runs in a new process.
 """

@@ -1,7 +1,7 @@
 """Programs that tests start with this Python.
 
 They run without torch, like the programs of most users of mlx. transformers imports
-torch if it is installed, which takes longer than the rest of the start of a command.
+torch if torch is installed; this takes longer than the rest of a command's start.
 """
 
 import sys

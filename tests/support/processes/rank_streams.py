@@ -44,7 +44,7 @@ class Streams:
     Args:
         made: the generator.
         sampling: of all streams.
-        mixed: whether rounds with and without drafts alternate.
+        mixed: whether a stream has rounds with and without drafts.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ def all_and_lost(*cases: str) -> dict[str, Any]:
 
 
 def apart() -> dict[str, Any]:
-    """Let the last rank run another program; return the errors and the texts around."""
+    """Let the last rank run other programs; return errors, and texts after them."""
     made = make(2)
     said: dict[str, Any] = {"before": _text(made)}
     odd = rank == ODD

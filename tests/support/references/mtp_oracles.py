@@ -38,7 +38,7 @@ class OracleMtp:
 
     Every call is checked. Slot i of layer 0 must have the target's state at position i,
     as computed by one forward over the text, or the oracle's state of the slot before.
-    With the target's state, its token must be token i + 1 of the text. The oracle's
+    A slot with the target's state must have token i + 1 of the text. The oracle's
     caches hold the tokens.
 
     Args:

@@ -40,12 +40,12 @@ def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
 
 
 def keyed_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """Return the acceptance of keyed choice: [..., vocab] twice to [...]."""
+    """Return the acceptance of keyed choice, [...], from two tables [..., vocab]."""
     return keyed_agreement(target_probs, draft_probs).sum(axis=-1)
 
 
 def tokenwise_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """Return the acceptance of token-wise rejection: [..., vocab] twice to [...].
+    """Return the acceptance of token-wise rejection, [...], from tables [..., vocab].
 
     It is the sum over tokens of min(p, q), or 1 minus the total variation distance.
     """

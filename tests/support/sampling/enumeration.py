@@ -55,7 +55,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Output of a round: the distribution of k + 1 tokens, and the mean accepted."""
+    """Output of a round: distribution of k + 1 tokens, and mean accepted count."""
 
     distribution: Array  # [pairs, vocab**(k + 1)]
     accepted: Array  # [pairs]

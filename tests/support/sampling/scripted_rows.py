@@ -61,7 +61,7 @@ class Forkable(Recorder):
 
 @pure
 def alternating(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Favour an id, by the last token and the number of tokens, in place."""
+    """Favour an id that follows from the last token and the length, in place."""
     logits[:, (tokens[-1:] + len(tokens)) % VOCAB] += 2.0
     return logits
 

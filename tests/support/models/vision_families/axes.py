@@ -1,4 +1,4 @@
-"""Families other than Qwen's with positions of three axes."""
+"""Families other than Qwen's whose positions have three axes."""
 
 from typing import Any
 

@@ -52,7 +52,7 @@ def _small_phi(vlm: Any) -> None:
 
 
 class _Fast(nn.Module):
-    """Has the interface of FastViTHD: a stem that is read, and rows of a grid."""
+    """Has the interface of FastViTHD: a stem, whose dtype is read, and a grid."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -85,7 +85,7 @@ def body_of(weights: Weights, config: Config) -> Body:
 
     Args:
         weights: Tensors, in which the layers are counted.
-        config: Of any packaging but GGUF (`packagings.config_from_gguf`).
+        config: Of any packaging but GGUF (see `packagings.canonical_config`).
     """
     inner = inner_config(config)
     gemma, offset = is_gemma(config), is_qwen3_5(config)

@@ -57,8 +57,8 @@ def keys_values(
 ) -> tuple[Array, Array]:
     """Rotated keys and values [rows, nkv, hd].
 
-    Gemma 4 norms values without a weight, and has them from k_proj, before its norm and
-    rotation, when the file has no v_proj.
+    Gemma 4 norms values without a weight. When the file has no v_proj, the values are
+    the output of k_proj before the norm and the rotation of keys.
     """
     shape = len(x), body.kv_heads, -1
     keys = linear(weights, f"{layer}.self_attn.k_proj", x).reshape(shape)
@@ -130,7 +130,7 @@ def add_attention(
 def add_feed_forward(
     weights: Weights, layer: str, x: Array, body: Body, around: Around = unchanged
 ) -> Array:
-    """The MLP half of a layer; Gemma 4 has a norm behind it and `layer_scalar`."""
+    """The MLP half of a layer; Gemma 4 has a norm after the MLP, and `layer_scalar`."""
     before = "pre_feedforward" if body.gemma else "post_attention"
     rows = norm(weights, f"{layer}.{before}_layernorm", x, body)
     inner = partial(feed_forward, weights, layer, body=body)
