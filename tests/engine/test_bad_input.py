@@ -242,7 +242,7 @@ def test_caches_that_something_else_wrote_to_are_refused(
 
 
 def test_a_draft_without_a_row_for_every_id_is_refused(model: nn.Module) -> None:
-    """Fed with the prompt's ids, mlx would read past the end of its embedding."""
+    """With larger ids mlx would read past the end of the draft's embedding."""
     with pytest.raises(InvalidRequestError, match=r"100 token ids.* 255"):
         SpeculativeGenerator(model, byte_tokenizer(), draft=build("llama", vocab=100))
 

@@ -39,7 +39,7 @@ def rows(caches: list[Any]) -> Any:
 
 
 def test_a_drafts_own_chunks_hold_what_was_kept_of_several_forwards() -> None:
-    """The draft runs a forward for each token, and each drops a row of a full chunk.
+    """Each drafted token takes a forward, and each forward drops a row of a full chunk.
 
     A fault would not change the text, since the target chooses the emitted tokens.
     """

@@ -286,7 +286,7 @@ class BrokenError(Exception):
 def test_an_error_of_a_constraint_rolls_the_round_back(
     length: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is raised at every call, from the second round on."""
+    """The error is raised at the first, second or fifth call after the first token."""
     original = getattr(AutomatonState, method)
     left = 0
 
@@ -317,7 +317,7 @@ def test_an_error_of_a_constraint_rolls_the_round_back(
 
 
 def test_reads_are_counted() -> None:
-    """There is one for the choice before each row, and one per draft but the last."""
+    """There is a read for each drafted token, and at most one more in each round."""
     generator = drafted("llama", model("llama", seed=1))
     options: dict[str, Any] = {"constraint": steps(40), "sampling": SAMPLED}
     free = generator.generate(PROMPT, max_tokens=20).stats
@@ -389,7 +389,7 @@ def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
 ) -> None:
     """Drawn probabilities sum to 1, also if none of a drafter's ids is allowed.
 
-    Block verification reads those after the token that it judges.
+    Block verification reads the probabilities after the token that it judges.
     """
     allowed = [*range(30, 80)]
     options: dict[str, Any] = {

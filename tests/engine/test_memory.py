@@ -71,7 +71,7 @@ def test_recurrent_slots_count_with_what_stands_beside_them() -> None:
 
 
 def test_a_round_holds_what_it_undoes() -> None:
-    """It holds nothing by length, old rows of a ring, and the new state."""
+    """It holds nothing for plain rows, the old rows of a ring, and the new state."""
 
     def held_in_a_round(cache: Any, rows: int) -> int:
         with Speculation([cache]) as speculation:
@@ -83,7 +83,7 @@ def test_a_round_holds_what_it_undoes() -> None:
     for _ in range(20):
         write(ring, 1)
     assert held_in_a_round(cache, 4) == 0
-    assert held_in_a_round(ring, 4) == 16 * ROW  # the arrays before it
+    assert held_in_a_round(ring, 4) == 16 * ROW  # the arrays before the round
     assert held_in_a_round(ring, 1) == min(SAVED_ROWS, 16 - ring._idx) * ROW
     state: Any = ArraysCache(1)
     state[0] = mx.zeros((1, 3, 8))
@@ -147,7 +147,7 @@ def test_a_draft_weighs_what_it_has_beside_the_target() -> None:
 
 
 def test_rounds_of_recurrent_layers_hold_states_and_inputs() -> None:
-    """A round holds more than the states, a wide one more; a prompt holds no inputs."""
+    """Rounds with drafts hold inputs too, wide ones more; a prompt holds no inputs."""
     model = build("qwen3_5")
     round_bytes = {}
     for length in (0, 1, 4):
@@ -180,7 +180,7 @@ def test_an_error_and_a_closed_stream_have_a_count_too() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_what_a_prompt_needs_is_known_before_it_is_read(name: str) -> None:
-    """The estimate is exact up to growth blocks of caches and kernels of 3 tokens."""
+    """The estimate is exact up to growth blocks of caches and convolution states."""
     model = build(name)
     size, caches = CacheSize.of(model), make_prompt_cache(model)
     for tokens in (512, 1024):

@@ -1,4 +1,4 @@
-"""A generator that is made in one thread serves in another, with the same text.
+"""A generator that is made in one thread writes the same text in another.
 
 mlx computes an array in the thread that made it, and refuses to in another one.
 """
@@ -26,7 +26,7 @@ TOKENS = 4
 
 @pytest.fixture(name="elsewhere", scope="module")
 def _elsewhere() -> Iterator[Executor]:
-    """Yield one other thread for all tests, since each slows the end of the process."""
+    """Yield one thread for all tests: each more would slow the end of the process."""
     with ThreadPoolExecutor(1) as other:
         yield other
 
@@ -73,7 +73,7 @@ def reduced(draft: Any) -> dict[str, Any]:
 
 
 def with_new_weights() -> tuple[nn.Module, dict[str, Any]]:
-    """Return a head whose weights have not been evaluated."""
+    """Return a target, and options with a head whose weights are not evaluated."""
     model, draft = mtp_on("exaone_moe")
     head: Any = draft.mtp.head
     head.update(tree_map(lambda weight: weight * 1, head.parameters()))
@@ -112,7 +112,7 @@ def test_looking_for_parts_leaves_nothing_that_another_thread_cannot_compute(
     elsewhere: Executor,
 ) -> None:
     model = census.build("gemma3n")
-    SpeculativeGenerator(model, byte_tokenizer())  # evaluates what it was built with
+    SpeculativeGenerator(model, byte_tokenizer())  # evaluates the arrays of the model
     expected = elsewhere.submit(logits, model).result()
     find_parts(model)
     assert elsewhere.submit(logits, model).result() == expected

@@ -29,7 +29,7 @@ EVERY = 8
 
 @cache
 def models(name: str) -> tuple[nn.Module, nn.Module]:
-    """Return a target and a smaller model's weights as its draft."""
+    """Return a target, and a model with other weights as its draft."""
     return build(name), build(name, seed=1)
 
 
@@ -123,7 +123,7 @@ def test_a_resumed_chat_reads_few_tokens_again(name: str, draft: bool) -> None:
     text += first.tokens
     for cut in (len(text), 85, 75, 62, 40, 9, 8, 7):
         prompt = [*text[:cut], 255 - text[cut - 1]]
-        known = cut if len(text) > cut else cut - 1  # the last token is never read
+        known = cut if len(text) > cut else cut - 1  # a text's last token is not kept
         stream = ours.stream(prompt, max_tokens=1, sampling=GREEDY)
         next(stream)
         reused = stream.stats.reused

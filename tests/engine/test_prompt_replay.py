@@ -30,7 +30,7 @@ def decode(ids: list[int]) -> str:
 
 
 def filled(said: list[tuple[list[int], list[int]]]) -> tuple[PrefixCache, Any]:
-    """Return a cache to which each answer was written after its prompt."""
+    """Return a cache with each answer after its prompt, and the owners of its rows."""
     prefixes, owners = bound(1 << 30, ROWS)
     for prompt, answer in said:
         text = [*prompt, *answer]
@@ -82,7 +82,7 @@ def test_answers_of_several_turns_come_back() -> None:
 
 
 def test_thinking_of_another_session_never_comes_in() -> None:
-    """Equal visible text after other thinking: each session gets its own ids."""
+    """Sessions with equal visible text after different thinking get their own ids."""
     prompt, seen = encode("ask"), encode("seen")
     thinking = [[5, 6, 7, 8], [9, 4, 9, 4]]
     prefixes, _owners = filled([(prompt, [*each, *seen]) for each in thinking])

@@ -253,7 +253,7 @@ def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
 def test_a_signal_at_any_time_of_a_stream_closes_it(
     name: str, sampling: Sampling
 ) -> None:
-    """Yielded tokens are its result, and the caches can continue from there."""
+    """The yielded tokens are its result, and the caches can continue after them."""
     made, dice, hits = bench(name), random.Random(name), 0
     prompt, case = prompt_of(17), Case(17, sampling, TOKENS)
     for kind in KINDS:
@@ -280,7 +280,7 @@ def test_a_signal_at_any_time_of_a_stream_closes_it(
                     except KeyboardInterrupt:
                         hits += 1
                         longest *= 1.1  # or a slow machine would never get through
-                        stream.close()  # it may have come before next() had begun
+                        stream.close()  # the signal may precede next()
                     timer.off()
                     result, cached = stream.result, stream.cached_tokens
                     got = [chunk.token for chunk in chunks]
@@ -323,7 +323,7 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it() -> None:
         assert count > 100
         for opcode in range(1, count, -(-count // 12)):
             try:
-                assert drop(opcode) > 0, opcode  # it ended before that
+                assert drop(opcode) > 0, opcode  # the drop ended first
             except KeyboardInterrupt:
                 raised += 1
         assert raised > 5

@@ -107,7 +107,7 @@ def test_converted_caches_can_be_passed_and_turned_back(name: str) -> None:
 @pytest.mark.parametrize("sliding", ["slack", "native"])
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_windows_are_not_quantized_by_any_door(sliding: Any, family: str) -> None:
-    """Streams refuse them too."""
+    """Streams, batches and requests with passed caches refuse quantized windows."""
     made = SpeculativeGenerator(build(family), byte_tokenizer(), sliding=sliding)
     quantization = KVQuantization(bits=8, group_size=32, start=6)
     refused = r"kv_bits is 8, and mlx-lm cannot quantize a \w+KVCache"
@@ -121,7 +121,7 @@ def test_windows_are_not_quantized_by_any_door(sliding: Any, family: str) -> Non
             [1], max_tokens=20, kv_quantization=quantization, prompt_cache=caches
         )
     assert caches[0].offset == 0
-    # A text that ends before the start is not affected.
+    # A text that ends before quantization would start is not affected.
     result = made.generate([1, 2], max_tokens=3, kv_quantization=quantization)
     assert result.tokens == made.generate([1, 2], max_tokens=3).tokens
 

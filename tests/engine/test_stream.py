@@ -33,8 +33,8 @@ from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# One for each kind of cache and mixture of kinds. On this wheel all are bitwise except
-# gemma3_text and recurrent_gemma, whose texts are compared token for token.
+# One for each kind of cache and mixture of kinds. With this mlx all have the same bits
+# at every width, but gemma3_text and recurrent_gemma: of these, tokens are compared.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma", "lfm2")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 PROBE = mx.array([[1, 2, 3]])
@@ -298,7 +298,7 @@ def test_a_drafted_round_waits_for_the_device_once(
         counted(mx, wait)
     before = stream.stats.rounds
     list(stream)
-    # One read, and a reading of the clock when drafts, logits and tokens are ready.
+    # One read; before it the clock waits for drafts, for logits and for tokens.
     # The last round may have no room for a draft.
     reads = waits.count("outcomes")
     assert reads == stream.stats.rounds - before
@@ -339,7 +339,7 @@ def test_chunks_are_those_of_the_device_or_as_asked(
             max_tokens=1,
             prompt_progress=read.append,
         )
-        assert sum(read) == 608  # the first round reads the last
+        assert sum(read) == 608  # the first round reads the last token
         return read
 
     assert chunks(100) == [100] * 6 + [8]

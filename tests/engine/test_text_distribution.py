@@ -2,13 +2,13 @@
 
 Target and draft have four token ids, and a draft has three tokens, so that a rejection,
 a residual draw, a bonus and the next round fall into the first three emitted tokens.
-Their joint distribution is computed from the target alone. Each generation has another
+Their joint distribution is computed from the target alone. Each generation has its own
 seed.
 
-The number of texts is from the table for 64 outcomes at alpha 1e-4 and power .99:
-10,009 find a total variation of 0.05, and 156 one of 0.4 (the number goes with its
-square). Texts expected less than five times count as one outcome. The controls are off
-by more.
+The number of texts is from a table for 64 outcomes at alpha 1e-4 and power .99: 10,009
+find a total variation of 0.05, and 156 find 0.4 (the number falls with the square of
+the variation). Texts expected less than five times count as one outcome. The controls
+have larger variations.
 """
 
 import warnings
@@ -52,7 +52,7 @@ ALL = range(VOCAB)
 PROMPT = [0, 2, 1, 3, 3]
 TEXTS = list(product(ALL, repeat=EMITTED))
 NORMAL = 3.719  # a normal variable exceeds it with probability 1e-4
-CONTROL = 100  # generations: the fault is large
+CONTROL = 100  # generations: few, since the fault is large
 PLAIN: dict[str, Any] = {"temperature": 1.2}
 FILTERED: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "draft_temperature": 0.6}
 QUICK, LONG = 156, 10_009
@@ -226,7 +226,7 @@ def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
 
 
 class AdversaryDraft(Draft):
-    """A draft model whose drafters forecast by a hash, or trim by drawn tokens."""
+    """A draft model; its drafters forecast by a hash, or cut drafts by drawn tokens."""
 
     def __init__(self, *, looks: bool) -> None:
         self.inner, self.looks = ModelDraft(model(3)), looks
@@ -254,7 +254,7 @@ class Adversary(WrappedDrafter):
         return [(said >> n) % 7 / 7 for n in range(limit)]
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Draft with the model; one that looks stops at the first odd token."""
+        """Draft with the model; one that looks cuts before the first odd token."""
         proposal: Proposal = self.inner.propose(sequence, limit, choose)
         if not self.looks:
             return proposal

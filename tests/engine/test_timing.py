@@ -1,8 +1,9 @@
 """Timing of rounds: all time is counted, each part in its place.
 
-Other programs may delay a round anywhere. So a sleep is also timed separately, and its
-part has to take at least as long. Parts that are slow on the device are compared by
-their lower quartile over the rounds, since other programs can only add time.
+Other programs may delay a round anywhere. So a sleep is also timed separately, and the
+part of the round that contains it has to take at least as long. Parts that are slow on
+the device are compared by their lower quartile over the rounds, since other programs
+can only add time.
 """
 
 import time
@@ -199,7 +200,7 @@ def test_each_part_gets_what_is_slow_in_it(length: int, explain: bool) -> None:
         nap.seconds = 0
         _, seconds = run(generator(Sleepy(script, nap)), tokens=16)
         assert seconds["draft"] > nap.seconds > 0
-    if not length:  # told apart from the logits' time
+    if not length:  # else it counts as time of the logits
         assert (seconds["sampler"] > 0) == explain
     if length and explain:
         assert run(fast, slow_to_compute)[0] == "sampler"

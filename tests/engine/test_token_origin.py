@@ -46,7 +46,7 @@ class Noted(ScriptedDrafter):
 
 
 def opaque(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Processor without promises about its state, so rows are decided in order."""
+    """Processor; unless it is marked `pure`, rows are decided in order."""
     return logits
 
 

@@ -1,6 +1,6 @@
 """A session of an agent reads its context once; tokens that are read again are counted.
 
-A session has a head of 8,000 tokens (quick: 1,000), then 20 turns (quick: 4): an
+A session begins with 8,000 tokens (quick: 500), then has 20 turns (quick: 4): an
 answer, its end, the result of a tool, and the opening of the next answer. As with chat
 templates, a later prompt lacks the last tokens of the opening of an earlier answer, so
 each answer is read once more.
@@ -25,7 +25,7 @@ HEAD, TURNS, ANSWER, RESULT = 8000, 20, 12, 60
 # End of a turn; and opening of an answer, whose last two tokens later prompts lack
 END, OPEN = 255, [254, 10, 253, 10]
 MOST, MOST_AFTER_RESTART = 0.03, 0.05
-# Tokens that a turn reads again: the answer, its opening, a token or two at the ends
+# Tokens that a turn may read again: the answer, its opening, and three at their ends
 LEAST = ANSWER + len(OPEN) + 3
 
 Made = tuple[Any, Any]
@@ -63,7 +63,7 @@ class Session:
         self.again: list[int] = []  # tokens read again in each turn but the first
 
     def turn(self, run: Run) -> None:
-        """Ask for an answer, and let a tool follow it."""
+        """Ask for an answer, and let the result of a tool follow it."""
         prompt = [*self.history, *OPEN]
         result = run(prompt)
         if self.turns:  # new in this prompt: a result, and an opening
@@ -140,7 +140,7 @@ def test_a_tool_loop_reads_its_context_once(
 
 @pytest.mark.parametrize("kind", ["sliding", "hybrid"])
 def test_a_third_session_reads_nothing_of_what_the_first_two_share(kind: str) -> None:
-    """The second has parted from the first there, inside of what was read at once."""
+    """The shared part ends inside of a chunk that the first session read at once."""
     run = streams(generator(kind, PrefixCache(1 << 30, every=64)))
     head = noise(1, 300)
     reused = [run([*head, *noise(seed, 40)]).stats.reused for seed in (2, 3, 4)]

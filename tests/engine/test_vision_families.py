@@ -79,7 +79,7 @@ def test_text_is_that_of_mlx_vlm_under_every_draft(name: str, images: str) -> No
 
 @pytest.mark.parametrize("first", range(0, len(OTHERS), 6))
 def test_a_few_words_of_other_families_are_those_of_mlx_vlm(first: int) -> None:
-    """Their full grid is slow, so each has one prompt and a wrong draft here."""
+    """Their full grid is slow, so each has one prompt and one drafter here."""
     for name in OTHERS[first : first + 6]:
         model, prompt = target(name), prompt_of(name, most(name))
         expected = their_text(model, prompt, 6)
@@ -128,7 +128,7 @@ def test_positions_on_the_model_are_not_read(name: str) -> None:
 def test_chunks_of_a_prompt_are_one_pass_and_rounds_leave_what_steps_leave(
     name: str,
 ) -> None:
-    """A lane after rounds, one of which failed, equals a lane after steps."""
+    """A lane after rounds, every other of which failed, equals a lane after steps."""
     model, prompt = target(name), prompt_of(name, most(name))
     rest = [70, 80, 90, 100, 110, 120]
 

@@ -176,8 +176,8 @@ def granite(name: str, kind: str, **more: Any) -> tuple[Any, str]:
     return made, "<image>"
 
 
-# By family: a function that makes a processor and the marker of an image, and the most
-# images of a prompt.
+# By family: a function that makes a processor and the marker of an image, and the
+# largest number of images in a prompt.
 MADE: dict[str, tuple[Callable[[], tuple[Any, str]], int]] = {
     "minicpmv4_6": (minicpm, 2),
     "molmo": (molmo, 1),
@@ -187,7 +187,7 @@ MADE: dict[str, tuple[Callable[[], tuple[Any, str]], int]] = {
     "phi4_siglip": (phi4, 2),
     "kimi_vl": (kimi, 2),
     "locateanything": (locate, 2),
-    "paddleocr_vl": (paddle, 1),  # more than one of one size alone
+    "paddleocr_vl": (paddle, 1),  # more must have one size
     "ernie4_5_moe_vl": (ernie, 2),
     "granite_vision": (partial(granite, "granite_vision", "GraniteVisionProcessor"), 1),
     "granite4_vision": (

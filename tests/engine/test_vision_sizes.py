@@ -1,7 +1,7 @@
 """Texts after images of every size equal mlx-vlm's, with every kind of draft.
 
 A folder has the model and the files of the family's processor, and mlx-vlm prepares the
-prompt itself. Families without a processor are in test_vision_families alone.
+prompt itself. Families without a processor are only in test_vision_families.
 """
 
 import atexit
@@ -172,7 +172,7 @@ def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
 def test_what_transformers_writes_of_a_processor_is_read(
     name: str, tmp_path: Path
 ) -> None:
-    """It loads without `vision=True` if mlx-lm does not know the architecture."""
+    """A folder needs no `vision=True` if mlx-lm does not know the architecture."""
     target: Any = loaded(name)[0]
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).symlink_to(folders() / name / file)

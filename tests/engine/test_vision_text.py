@@ -70,7 +70,7 @@ def test_a_draft_model_reads_the_text_without_the_images(name: str) -> None:
 def test_an_eagle_head_leaves_the_text_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads the target's states of all slots, images included."""
+    """The head reads the target's states at all positions, images included."""
     monkeypatch.setattr(eagle_checkpoints, "VOCAB", VOCAB)
     model, prompt = target(name), prompt_with(name, TWO)
     folder = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge", (0, 1))
@@ -91,7 +91,7 @@ def test_an_eagle_head_leaves_the_text_as_it_is(
 def test_tokens_of_an_image_see_each_other_where_the_config_says_so(
     name: str, sizes: list[tuple[int, int]]
 ) -> None:
-    """The image is longer than the window, and read at once for every prefill step."""
+    """The image is longer than the window, and read at once at every chunk size."""
     both = tiny(name, use_bidirectional_attention="vision")
     made = prompt_with(name, sizes)
     kinds = (made.input_ids == both.placeholder).astype(mx.int32)

@@ -18,7 +18,7 @@ from support.drafters.block_oracle import load_block
 from support.exact_drafters import peagle_on
 from support.models.tiny_models import build
 
-# One drafter of each kind, of each mask, and of each choice of tokens.
+# Drafters of every kind, with every mask and every way to choose tokens.
 BLOCKS = ("full", "sliding", "not causal", "dflash2", "deepspec", "speculators, given")
 OTHERS = (
     *("swa keys", "own ends", "dflash2, causal", "dflash2, scaled"),

@@ -100,7 +100,7 @@ def test_what_was_measured_is_kept_for_batches_of_so_many_rows(
         while batch.waiting or batch.running:
             batch.next()
     assert len(reasons) > 1
-    assert reasons.count("measure") == 4  # two of the plain steps were steady
+    assert reasons.count("measure") == 4  # until two were steady, see `Feedback`
 
 
 def test_the_costs_of_a_single_text_are_left_as_they_are() -> None:

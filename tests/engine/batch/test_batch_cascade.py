@@ -1,4 +1,4 @@
-"""A cascade of a lookup and a model or head drafts for a batch in one forward."""
+"""In a cascade with a lookup, a model or head drafts for a batch in one forward."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def made(kind: str) -> Bench:
 
 @pytest.fixture(name="script")
 def _script(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Let rounds cycle through the sources and widths."""
+    """Let rounds cycle through a list of sources and widths."""
     rounds = [(1, 3), (0, 0), (0, 2), (1, 0), (1, 2), (0, 3)]
     done: list[tuple[int, int]] = []
 
@@ -70,7 +70,7 @@ def test_sources_by_turns_change_no_text(
 
 
 def test_every_member_drafts_at_a_fixed_length() -> None:
-    """A head behind a lookup does not draft in its place."""
+    """A head that comes after a lookup does not draft in place of the lookup."""
     bench_of_kind = made("mtp")
     inner: Any = bench_of_kind.generator("mtp")._setup.draft
     cascade = CascadeDraft(LookupDraft(), inner)

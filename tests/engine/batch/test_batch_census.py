@@ -1,7 +1,7 @@
 """Every architecture of mlx-lm runs in batches, or is listed as running alone.
 
-Those of `TOGETHER` are decoded here in a batch with ragged drafts: a few in the default
-tests, all in the slow ones.
+Those of `TOGETHER` are decoded here in a batch, with drafts of different lengths: a few
+in the default tests, all in the slow ones.
 """
 
 from typing import Any

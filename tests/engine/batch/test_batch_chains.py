@@ -1,4 +1,4 @@
-"""Heads of several layers and assistants draft a token for all rows in one forward."""
+"""Assistants and heads of several layers draft a token for all rows in one forward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ KINDS = ("chained", "assistant")
 def generator(
     kind: str, name: str = "shared", head: str = "dense", **options: Any
 ) -> SpeculativeGenerator:
-    """Return a generator whose draft is of a kind, with random weights."""
+    """Return a generator whose draft is of this kind and has random weights."""
     if kind == "chained":
         return generator_of(*mtp_on("step3p5"), **options)
     made = make(name, head)
@@ -41,7 +41,7 @@ def generator(
 
 @contextmanager
 def forwards(kind: str) -> Iterator[list[int]]:
-    """Record the rows of each forward of a drafter that drafts a token."""
+    """Record the number of rows of each forward in which the drafter drafts a token."""
     rows: list[int] = []
     owner: Any = Mtp if kind == "chained" else Assistant
     names = ("rows", "step", "ragged") if kind == "chained" else ("run",)
@@ -64,7 +64,7 @@ def test_eight_rows_are_as_many_forwards_of_the_drafter_as_one(kind: str) -> Non
     made = generator(kind)
     with BatchGenerator(made) as batch, forwards(kind) as rows:
         three_rounds_of_eight(batch, rows)
-    assert rows == [8] * 9  # three drafts, three rounds
+    assert rows == [8] * 9  # three tokens for each row, in three rounds
     with forwards(kind) as alone:
         result = made.generate(prompt_of(9), max_tokens=40, stop_tokens=())
     assert len(alone) == result.stats.drafted
@@ -91,8 +91,8 @@ class Asked(NamedTuple):
         }
 
 
-# Prompts longer and shorter than a window. Rows have different lags, and some draft
-# fewer tokens than a chain has layers.
+# Prompts longer and shorter than a window. The heads of the rows have missed different
+# numbers of tokens, and some rows draft fewer tokens than a chain has layers.
 ASKED = (
     Asked(40, [3, 0, 0, 2]),
     Asked(2, [1, 1, 0, 3], seed=3, joins=1),
@@ -106,7 +106,7 @@ Drafts = dict[tuple[int, ...], list[int]]
 
 
 def note(patch: pytest.MonkeyPatch, by_text: Drafts) -> None:
-    """Record drafts by the tokens that they follow."""
+    """Record each draft under the tokens that it follows."""
 
     def add(sequence: Any, draft: Any) -> None:
         if draft.length:
@@ -174,9 +174,9 @@ def together(
 
 
 def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
-    """Require the results that requests have alone, while they join and leave."""
+    """Require that requests that join and leave get the results that they get alone."""
     batched, drafted = Drafts(), Drafts()
-    # Alone, the first token of a text is not quantized in its own forward.
+    # A quantized request with a prompt of one token would run alone.
     requests = ASKED[:-1] if options else ASKED
     with pytest.MonkeyPatch.context() as patch:
         note(patch, batched)
@@ -215,7 +215,7 @@ def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
 def test_rows_of_a_chain_draft_what_they_do_alone(
     longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds whether tokens of plain steps are read at once or before a draft."""
+    """This holds whether a head reads plain steps at once or only before a draft."""
     for module in (shared_head, mtp):
         monkeypatch.setattr(module, "LONGEST_LAG", longest)
     assert_as_alone(generator("chained"))
@@ -225,7 +225,7 @@ def test_rows_of_a_chain_draft_what_they_do_alone(
     ("name", "head"), [*covering(TARGETS, HEADS), ("full", "dense")]
 )
 def test_rows_of_an_assistant_draft_what_they_do_alone(name: str, head: str) -> None:
-    """This holds for wrapped windows, windows that are not full, and quantized ones."""
+    """This holds for wrapped windows, windows that are not full, and quantized rows."""
     quantized = KVQuantization(bits=8, group_size=32, start=0)
     options = {"kv_quantization": quantized} if name == "full" else {}
     assert_as_alone(generator("assistant", name, head), **options)

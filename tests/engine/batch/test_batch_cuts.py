@@ -1,4 +1,4 @@
-"""A request of a batch that ends inside a round leaves the same rows as a stream."""
+"""If a request ends inside a round, a batch keeps the rows that a stream keeps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 EVERY = 8
 PROMPTS = (23, 17, 6)
 LENGTH = 18  # tokens of a text
-STOPS = (6, 8, 10)  # inside a round of 5, and its last token
+STOPS = (6, 8, 10)  # inside of rounds of 5 tokens, and at the end of a round
 
 
 def options_of(made: Bench, prompt: int, stop: int | None) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def options_of(made: Bench, prompt: int, stop: int | None) -> dict[str, Any]:
 def opened(
     made: Bench, kind: str, **options: Any
 ) -> tuple[SpeculativeGenerator, PrefixCache]:
-    """Return a generator whose drafts are right, with its own prefix cache.
+    """Return a generator whose drafts are mostly right, and its own prefix cache.
 
     With a draft model all rounds have 5 tokens; lookups draft behind a step in flight.
     """
@@ -63,7 +63,7 @@ def opened(
 
 
 def left(prefixes: PrefixCache, tokens: Sequence[int]) -> dict[int, Snapshot]:
-    """Return the held rows of a text, for each prefix that a request can reuse."""
+    """Return the rows that a cache holds of a text, by the reusable prefix."""
     by_stop: dict[int, Snapshot] = {}
     for stop in range(1, len(tokens) + 1):
         taken = prefixes.lookup(0, tokens[:stop])
@@ -100,7 +100,7 @@ def in_order(leaf: Any) -> list[mx.array]:
 
 
 def slices(leaf: Any) -> list[list[mx.array]]:
-    """Return each buffer of a leaf, split by rows of the batch."""
+    """Return the arrays of each buffer of a leaf, one for each range of positions."""
     return [[*each] for each in zip(*(rows.arrays for rows in leaf.rows), strict=True)]
 
 
@@ -226,7 +226,7 @@ def test_a_cut_that_raises_ends_its_request_alone(
 def test_a_round_that_fails_after_its_cut_runs_again(
     method: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text, tokens and chunks are the same as before the failed round."""
+    """Text and tokens are the same as without the failure."""
     made, left_calls = bench("qwen3_5"), [calls]
     plain: Any = getattr(BatchRound, method)
     generator, _ = opened(made, "model")

@@ -1,4 +1,4 @@
-"""The width of a batch's rounds depends on costs and acceptance, not on the text."""
+"""Costs and acceptance decide the width of a batch's rounds; no text changes."""
 
 from dataclasses import replace
 from functools import cache
@@ -53,7 +53,7 @@ def lengths_with(
 
 
 def expect(rows: list[BatchRequest], *rates: float) -> None:
-    """Let each row forecast that its tokens are accepted with a probability."""
+    """Let the rows forecast these acceptance rates, repeated in turn."""
     for row, rate in zip(rows, cycle(rates), strict=False):
         survival = AcceptanceRates(first=rate).survival(range(9))
         policy(row).forecast = lambda _, survival=survival: [survival]  # type: ignore[misc]
@@ -67,7 +67,7 @@ def policy(row: BatchRequest) -> RuleDraftLength:
 def play(
     lengths: BatchDraftLength, rows: list[BatchRequest], seconds: Any, right: float
 ) -> list[int]:
-    """Run rounds with a share of right drafts; return the widths of the rounds."""
+    """Run rounds that accept this share of each draft; return their widths."""
     widths = []
     for _ in range(60):
         limits = lengths.limits(rows, 100, [50] * len(rows))
@@ -104,10 +104,10 @@ def test_a_large_batch_whose_tokens_cost_like_rows_goes_down_to_plain_steps() ->
 
 @pytest.mark.usefixtures("measured")
 def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
-    """Trials at all sizes together lose at most as much as allowed at one size."""
+    """Trials at all sizes together lose no more than trials at one size may lose."""
 
     def seconds(rows: int, drafted: int) -> float:
-        return 1 + 0.5 * drafted  # pays where most is accepted
+        return 1 + 0.5 * drafted  # pays if most tokens are accepted
 
     rows = rows_of(32)
     lengths = lengths_with(seconds, rows)
@@ -183,7 +183,7 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
 
 @pytest.mark.usefixtures("measured")
 def test_a_busy_device_is_hardly_asked_for_a_draft_of_few_rows() -> None:
-    """This holds from the first round on if costs were saved."""
+    """This holds from the first round on if the costs are known."""
 
     def seconds(rows: int, drafted: int) -> float:
         return 1 + 0.5 * drafted

@@ -1,4 +1,4 @@
-"""Failures in a batch: of one row, of the draft for all rows, of a repeated round."""
+"""Failures in a batch: of one row, of the draft for all rows, of a whole round."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_a_row_whose_logits_are_unusable_ends_alone(kind: str) -> None:
         assert isinstance(responses[-1].error, NonFiniteLogitsError)
         assert responses[-1].finish_reason == "error"
         assert batch.error(bad) is responses[-1].error
-        # The round of the failed row emits nothing for it, as when it runs alone.
+        # The row emits nothing in the round in which it fails, as when it runs alone.
         assert len(batch.result(bad).tokens) == len(responses) - 1 in (5, 6, 7)
         finish(made, batch, rows)
         assert (batch.stats.failed, batch.stats.finished) == (1, 7)
@@ -128,7 +128,7 @@ def test_a_target_that_cannot_commit_leaves_the_draft_as_it_was(
 
 
 def assert_two_unread(batch: BatchGenerator) -> None:
-    """Require that the draft's caches hold all but two known tokens of each row."""
+    """Require that the draft's caches lack just the last two known tokens of a row."""
     drafter = batch._groups[None]._rounds.proposals.shared
     assert isinstance(drafter, SharedModel)
     offsets: Any = drafter.lane.caches[0].offset.tolist()
@@ -154,7 +154,7 @@ def test_a_draft_model_that_raises_is_disabled_for_all_rows() -> None:
 
 def test_a_draft_model_whose_logits_are_unusable_is_disabled_for_those_rows() -> None:
     made = bench("llama")
-    strange = 200  # a token whose embedding is NaN
+    strange = 200  # a token at which the draft's logits are NaN
 
     class Breaking(type(made.draft)):  # type: ignore[misc]
         def __call__(self, inputs: mx.array, **options: Any) -> mx.array:

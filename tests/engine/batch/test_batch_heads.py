@@ -44,7 +44,7 @@ from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
-# Hybrid, a sliding head, two caches, plain with one draft, a chain of layers.
+# A hybrid target; heads with a window, with two caches, of one token, of a chain.
 COMMON = ("qwen3_5", "mimo_v2_flash", "deepseek_v32", "mimo", "step3p5")
 OTHERS = (
     *("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm_moe_dsa", "glm4_moe"),
@@ -52,13 +52,13 @@ OTHERS = (
     *("bailing_moe", "bailing_hybrid", "bailing_moe_v3"),
 )
 KINDS = ("mtp", "eagle", "sliding")
-# The first call of a model that is interrupted, and the distance to the next ones;
-# interrupts of the calls between are slow tests.
+# The number of the first call that is interrupted, and the step to the next number.
+# Slow tests interrupt the calls between them.
 CALLS = {"mtp": (1, 2), "eagle": (1, 3), "sliding": (2, 2)}
 
 
 def finish(made: HeadBench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
-    """Run the rows to the end; check their texts, and that they shared all rounds."""
+    """Run the rows to the end; check their texts, and that no row has run alone."""
     batches.finish(made, batch, rows)
     assert not batch.stats.alone
 
@@ -139,7 +139,7 @@ def test_a_head_of_few_ids_drafts_no_others() -> None:
 def test_rounds_without_drafts_are_caught_up_with(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds also while steps are in flight, and for more slots than a window."""
+    """This holds also while steps are in flight, and for more rounds than a window."""
     made, drafted = head_bench("llama"), []
     for lag in (1, 3, 64):
         monkeypatch.setattr(shared_head, "LONGEST_LAG", lag)
@@ -188,7 +188,7 @@ def test_rows_that_never_draft_are_not_followed() -> None:
 def test_an_interrupt_anywhere_leaves_rows_and_head_as_they_were(
     kind: str, calls: tuple[int, int]
 ) -> None:
-    """Ctrl-C is raised in every call of the target and of the head."""
+    """In each run Ctrl-C is raised in one call, of the target or of the head."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     cases = [replace(case, max_tokens=14) for case in cases]
     for case in cases:
@@ -258,7 +258,7 @@ def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> N
 
 @pytest.mark.parametrize("where", ["feed", "commit"])
 def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) -> None:
-    """States of plain steps are still held then, and none is fed twice."""
+    """The states of plain steps are still held after it, and none is fed twice."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     plain = getattr(HeadRound, where)
     generator, catching = made.generator("mtp"), []
@@ -285,14 +285,14 @@ def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) ->
             run(batch)
         assert batch.running
         finish(made, batch, rows)
-        assert False in catching  # a later one was not interrupted
+        assert False in catching  # the head has caught up again, undisturbed
         assert batch.stats.acceptance_rate > 0.4
         assert not any(batch.result(uid).stats.drafter_faults for uid in rows)
     assert knowing(generator).unknown == 0
 
 
 def fail_in(head: KnowingMtp, call: int, error: BaseException) -> None:
-    """Let a later call of a head raise once."""
+    """Let one call of a head, the given number from now, raise after it has run."""
     left = call
     for name in ("history", "step"):
         plain = getattr(head, name)
@@ -328,7 +328,7 @@ def test_a_target_that_cannot_commit_leaves_the_head_as_it_was(
 
 @pytest.mark.parametrize("call", [1, 3, 7, 8, 9, 12])
 def test_a_head_that_raises_is_disabled(call: int) -> None:
-    """It is disabled for one row during its prefill, and for all rows in a round."""
+    """An error in a prefill disables it for that row; in a round, for all rows."""
     made = head_bench("llama")
     generator = made.generator("mtp")
     with BatchGenerator(generator) as batch:
@@ -391,7 +391,6 @@ def test_a_head_whose_logits_are_unusable_is_disabled_for_those_rows(
 
 
 def test_a_text_of_a_batch_is_found_by_a_later_request() -> None:
-    """This holds also if the caches of a draft model are already shared."""
     made = head_bench("llama")
     generator = made.generator("random", prefix_cache=PrefixCache(64 << 20))
     cases = [Case(40, SAMPLINGS[0], 12), Case(23, SAMPLINGS[1], 12)]
@@ -412,7 +411,7 @@ def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
 ) -> None:
     """Each kept row belongs to its position and token, for batches and for streams.
 
-    In a batch a head may begin where its target does; it then has rows from there on.
+    In a batch a head may begin where its target begins to read, and has no rows before.
     """
 
     def check(
@@ -445,7 +444,7 @@ def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
 
 
 def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
-    """Return position and token of every row of a head, after a check of its text."""
+    """Return position and token of every row of a head; check them against the text."""
     result: list[list[int]] = []
     for node in prefixes._tree.nodes():
         text, above = list(node.tokens), node.parent

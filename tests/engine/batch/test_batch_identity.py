@@ -2,8 +2,8 @@
 
 Hypothesis draws the rows that join and leave between rounds. Their prompts have lengths
 around the windows and are read at once or in parts; each row has its own options and
-budget. For families that are not bit for bit the same in wide forwards, texts may
-differ from a near-tie on, as in tests/engine/test_text_is_unchanged.py.
+budget. Where wide forwards change the last bits of a family's logits, texts may differ
+from a near-tie on, as in tests/engine/test_text_is_unchanged.py.
 """
 
 import pytest
@@ -40,7 +40,7 @@ QUICK = [
     ("llama", "mtp"),
     ("gemma3_text", "eagle"),
 ]
-# Dense, sliding and hybrid targets, with the knowing heads of `batch_heads`.
+# Dense, sliding and hybrid targets, with heads that know the texts; see `batch_heads`.
 HEADS = [
     (name, kind)
     for name in ("llama", "gemma3_text", "qwen3_5", "llama(sliding)")
@@ -67,7 +67,7 @@ CASES = st.builds(
 
 
 def bench_for(name: str, kind: str) -> Bench:
-    """Return the bench of a model that has a kind of draft."""
+    """Return the bench that has this kind of draft for a model."""
     return head_bench(name) if kind in KNOWING else bench(name)
 
 
@@ -140,8 +140,8 @@ def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
             assert self.batch.memory == 0
             assert all("one token" in reason for reason in self.batch.stats.alone)
             if kind in KNOWING and not self.bench.ties:
-                # A row has no state for its first draft if its prompt has no second
-                # token; all other first slots were those of its text.
+                # Only a row with a prompt of one token has no state for its first
+                # draft. In all other drafts the first input was that of its text.
                 short = sum(case.prompt == 1 for case in self.cases.values())
                 assert knowing(self.generator).unknown <= short
             self.batch.close()

@@ -81,7 +81,7 @@ def shifted(tokens: mx.array, logits: mx.array) -> mx.array:
 
 @cache
 def constraint(name: str) -> Constraint | None:
-    """Return a constraint of a kind."""
+    """Return the constraint with this name; None for all other names."""
     if name == "schema":
         return json_schema(SCHEMA, TOKENIZER)
     if name == "regex":
@@ -143,7 +143,7 @@ ASKED = st.builds(
 
 
 def plain_of(generator: SpeculativeGenerator) -> SpeculativeGenerator:
-    """Return a generator of the same target without a draft and a prefix cache."""
+    """Return a generator of the same target with neither draft nor prefix cache."""
     return SpeculativeGenerator(generator.model, TOKENIZER)
 
 
@@ -164,7 +164,7 @@ def made(name: str, kind: str) -> SpeculativeGenerator:
 
 
 def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Result]:
-    """Return the results of requests that join and leave in their rounds."""
+    """Return the results of requests; each joins and leaves in the rounds it names."""
     with BatchGenerator(generator, max_rows=len(requests)) as batch:
         uids: dict[int, int] = {}
         results: dict[int, Result] = {}
@@ -187,7 +187,7 @@ def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Resul
 
 
 def assert_as_alone(generator: SpeculativeGenerator, one: Asked, got: Result) -> None:
-    """Require that the tokens begin the text that the request has alone.
+    """Require that the tokens are the beginning of the text that the request has alone.
 
     The request runs without a prefix cache, and with the one that the batch has filled.
     """
@@ -224,7 +224,7 @@ def test_requests_of_all_kinds_write_what_they_do_alone(name: str, kind: str) ->
 
 @cache
 def with_head(kind: str, *, lookup: bool) -> SpeculativeGenerator:
-    """Return a generator with a random head that drafts for each request in turn."""
+    """Return a generator with a random head, with `lookup` after a `KnownDraft`."""
     target: Any
     draft: Any
     if kind == "chained":
@@ -329,7 +329,7 @@ def test_heads_draft_in_a_batch_what_they_do_alone(
         uids = {n: batch.insert(prompt_of(n), **options) for n in PROMPTS[:3]}
         for _ in range(4):
             batch.next()
-        batch.remove(uids.pop(PROMPTS[0]))  # the others move
+        batch.remove(uids.pop(PROMPTS[0]))  # the rows after it move up
         uids[PROMPTS[3]] = batch.insert(prompt_of(PROMPTS[3]), **options)
         while batch.waiting or batch.running:
             batch.next()
@@ -348,7 +348,7 @@ def forwards_of(
     prompts: list[int],
     options: dict[str, Any],
 ) -> tuple[int, int]:
-    """Return the target's forwards for all requests, and the most for one alone."""
+    """Return the forwards for all requests together, and the largest number for one."""
     with BatchGenerator(fresh()) as batch:
         uids = [batch.insert(prompt_of(n), **options) for n in prompts]
         while batch.waiting or batch.running:
@@ -388,7 +388,7 @@ def test_requests_with_a_dspark_drafter_share_the_forwards_of_the_target() -> No
 def test_forced_tokens_are_no_drafts_of_a_source(
     kind: str, names: tuple[str | None, ...]
 ) -> None:
-    """This holds at lengths that a rule chooses, also if it chooses a plain step."""
+    """This holds at lengths that a rule chooses, also where the rule plans no draft."""
     fixed = made("llama", kind)
     generator = SpeculativeGenerator(fixed.model, TOKENIZER, draft=fixed.draft)
     each: list[StreamKeywords] = [
@@ -410,7 +410,7 @@ def test_forced_tokens_are_no_drafts_of_a_source(
 
 @cache
 def quantizable() -> tuple[Any, Any]:
-    """Return a target whose heads can be quantized, and a draft that is often right."""
+    """Return a target with caches that can be quantized, and a draft often right."""
     tiny = TINY_MODELS["llama"]
     wide = replace(tiny, args={**tiny.args, "head_dim": 32})
     return build_tiny(wide), build_tiny(wide)
@@ -427,7 +427,7 @@ QUANTIZED = st.tuples(
 
 @pytest.mark.parametrize("kind", ["model", "lookup"])
 def test_quantized_requests_write_what_they_do_alone(kind: str) -> None:
-    """Requests of one quantization share forwards; plain ones have separate ones."""
+    """Requests with equal quantization share forwards, and so do those without any."""
     target, draft = quantizable()
 
     def generator() -> SpeculativeGenerator:
@@ -495,7 +495,7 @@ def test_quantized_requests_share_forwards() -> None:
 
 
 def test_a_shared_draft_model_reads_what_others_have_drafted() -> None:
-    """Forced tokens and lookups give requests different lags."""
+    """After forced tokens and lookups it has missed different numbers of tokens."""
     target = build("llama", vocab=260)
     for draft in (target, CascadeDraft(target, LookupDraft())):
         made = SpeculativeGenerator(target, TOKENIZER, draft=draft, draft_length=3)

@@ -1,4 +1,4 @@
-"""Memory of a batch returns to the start, after many requests of all kinds."""
+"""After many requests of all kinds a batch holds no more memory than at its start."""
 
 import gc
 import random
@@ -45,7 +45,7 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
     ("name", "kind", "requests", "sizes"),
     [
         ("llama", "model", 8, True),
-        ("llama", "random", 8, False),  # a head, which knows nothing
+        ("llama", "random", 8, False),  # a head with random weights
         *(
             pytest.param(name, kind, 150, sizes, marks=pytest.mark.slow)
             for name in ("llama", "gemma3_text", "qwen3_5")
@@ -76,7 +76,7 @@ def test_bytes_return_to_the_start(
 
 @pytest.mark.parametrize("sizes", [False, True])
 def test_caches_are_as_wide_as_the_longest_row(sizes: bool) -> None:
-    """This holds whatever other rows kept; when rows leave, widths shrink in steps."""
+    """This holds however many tokens other rows accept; few columns stay spare."""
     made, most = bench("llama"), 6 if sizes else 3
     generator = made.generator("model")
     with BatchGenerator(generator, max_rows=most, row_sizes=sizes) as batch:

@@ -40,7 +40,7 @@ def started(made: Bench, batch: BatchGenerator, count: int = 2) -> dict[int, Cas
 
 
 def read_widths(fed: Fed) -> list[int]:
-    """Return the widths of prompt chunks among forwards: they are wider than rounds."""
+    """Return the widths of forwards that read a prompt: those wider than any round."""
     return [width for rows, width in fed if rows == 1 and width > 8]
 
 
@@ -72,7 +72,7 @@ def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
 
 
 def test_a_draft_model_reads_one_chunk_at_most_too() -> None:
-    """Meanwhile other rows draft, and this row does not."""
+    """Meanwhile the other rows draft, and the row with the long prompt does not."""
     made = bench("llama")
     with BatchGenerator(made.generator("model")) as batch:
         rows = started(made, batch)
@@ -130,7 +130,7 @@ def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> 
 
 
 def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
-    """Nothing is submitted meanwhile, since reading would distort its measured time."""
+    """No round is submitted meanwhile: reading would distort its measured time."""
     made, lengths = bench("llama"), Planned([4, 2])
     with BatchGenerator(made.generator("model")) as batch:
         uid = batch.insert(
@@ -197,7 +197,7 @@ def test_short_prompts_share_a_chunk_and_rows_begin_in_their_order() -> None:
     made = bench("llama")
     with BatchGenerator(made.generator("none")) as batch:
         rows = started(made, batch)
-        lengths = (5, 5, 5, 40, 3, 3)  # a prompt is read but for its last token
+        lengths = (5, 5, 5, 40, 3, 3)  # the last token of a prompt is not read here
         cases = [Case(n, SAMPLINGS[1], 30, prefill_step=13) for n in lengths]
         uids = [made.insert(batch, case) for case in cases]
         rows |= dict(zip(uids, cases, strict=True))
@@ -207,7 +207,7 @@ def test_short_prompts_share_a_chunk_and_rows_begin_in_their_order() -> None:
             batch.next()
             began.append(before - len(batch.waiting))
             assert batch.waiting == tuple(uids[len(uids) - len(batch.waiting) :])
-        # 4 + 4 + 4, 13, 13, and 13 with nothing left for the last two.
+        # Chunks: 4 + 4 + 4, then 13, 13, 13 with no room for the last two, then 2 + 2.
         assert [n for n in began if n] == [3, 1, 2]
         assert began[-5:] == [3, 0, 0, 1, 2]
         finish(made, batch, rows)
@@ -300,7 +300,7 @@ def test_a_chunk_that_fails_ends_its_row(error: Exception, sampling: Any) -> Non
 
 def test_a_draft_that_fails_in_a_chunk_is_disabled() -> None:
     made = bench("llama")
-    for ids in (None, range(256)):  # for all rows together, or for each
+    for ids in (None, range(256)):  # one draft for all rows, or one for each row
         generator = made.generator("model", draft_vocabulary=ids)
         with BatchGenerator(generator) as batch:
             rows = started(made, batch)
@@ -371,7 +371,7 @@ def test_a_batch_is_closed_while_prompts_are_read() -> None:
     made = bench("llama")
     generator = made.generator("model")
     with BatchGenerator(generator) as batch:
-        finish(made, batch, started(made, batch))  # what is made once
+        finish(made, batch, started(made, batch))  # allocates what stays allocated
     gc.collect()
     mx.synchronize()
     memory_before = mx.get_active_memory()

@@ -1,4 +1,4 @@
-"""Batches that round their numbers of rows to few sizes: shapes, rates and rows.
+"""Batches that pad their numbers of rows to few sizes: shapes, costs and rows.
 
 test_batch_identity.py shows that their texts do not change.
 """
@@ -78,7 +78,7 @@ def test_models_are_shown_few_numbers_of_rows() -> None:
     ],
 )
 def test_models_are_shown_few_numbers_of_positions(name: str, kind: str) -> None:
-    """These are those of drafts of 5 tokens, and of shorter ones at a budget's end."""
+    """Drafts have 5 tokens, and fewer at the end of a budget."""
     made = bench(name) if kind in ("model", "lookup") else head_bench(name)
     widths = {}
     for sizes in (True, False):
@@ -120,7 +120,7 @@ def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) -> None:
-    """A round with fewer rows than the size copies none."""
+    """A round with fewer rows than the size copies no rows."""
     made = bench("llama")
     rows = 13
     cases = [Case(6, SAMPLINGS[0], 4 + 2 * n) for n in range(rows)]
@@ -140,9 +140,9 @@ def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) ->
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_a_row_that_has_left_changes_nothing_for_the_others(name: str) -> None:
-    """Its row stays in the batch until the size changes, and is not read."""
+    """Its place stays in the batch until the size changes, and is not read."""
     model, rows, stay = bench(name).model, 6, [0, 1, 3, 4, 5]
-    recorders = ModelHooks(model)  # for states that keep a part of a round
+    recorders = ModelHooks(model)  # so that states can keep a part of a round
     fed = mx.array([[3 * row + 1, 3 * row + 2] for row in range(rows)])
     by_sizes: dict[bool, list[Any]] = {}
     for used in (True, False):
@@ -223,7 +223,7 @@ def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
             contents.append(read(first.keys_and_values()))
     assert widths[True] <= {1, 2, 4, 8}
     assert widths[False] - {1, 2, 4, 8}
-    for one, other in zip(*contents, strict=True):  # whatever they were read in
+    for one, other in zip(*contents, strict=True):  # at whatever widths they were read
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
 
@@ -295,7 +295,7 @@ def test_a_round_that_fails_for_all_is_run_again(
     cases = [Case(2, sampling, 12) for sampling in SAMPLINGS[:5]]
     for case in cases:
         made.text(case.prompt, case.sampling)
-    for forward in forwards:  # behind the prompts
+    for forward in forwards:  # after those of the prompts
         with BatchGenerator(made.generator("model"), row_sizes=True) as batch:
             rows = {made.insert(batch, case): case for case in cases}
             with Watched(made.model, forward), pytest.raises(KeyboardInterrupt):
@@ -310,7 +310,7 @@ def test_what_the_first_round_of_a_shape_takes_is_not_what_rounds_cost() -> None
     plan = replace(lengths.plan(10, 50), length=4)
     lengths.note(10, plan, Feedback(4, 2, 50.0, fresh=True))
     assert known.costs.table() == {0: {0: 1.0, 4: 2.0}}
-    assert known.rates.survival([0])[0] > 0.7  # what was accepted counts
+    assert known.rates.survival([0])[0] > 0.7  # the accepted tokens count
     for _ in range(5):
         lengths.note(10, plan, Feedback(4, 2, 50.0))
     assert known.costs.table()[0][4] > 2.0
@@ -329,5 +329,5 @@ def test_costs_are_kept_by_the_rows_shown(kind: str) -> None:
             made.check(case, batch.result(uid).tokens, width=17)
         known = set(generator.lengths._known) - {0}
     assert max(known) == 12
-    assert min(known) < 6  # each as it was reached
+    assert min(known) < 6  # each size as it was reached
     assert known == {row_size(rows) for rows in known}

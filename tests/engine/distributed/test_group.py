@@ -77,7 +77,7 @@ def test_ranks_at_other_places_are_named(
 def test_bytes_of_a_forward_end_the_group(
     other: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank waits for the rest of its sum, which is never sent."""
+    """The other rank waits for the rest of an all_sum, which is never sent."""
     made = group_of(monkeypatch, other, line(HERE), line(HERE))
     with pytest.raises(RankMismatchError, match=r"^Rank 0 is inside of a forward, and"):
         made.exchange(HERE, [])

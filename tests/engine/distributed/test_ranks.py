@@ -1,7 +1,7 @@
-"""A target on two ranks has the text of one rank, agrees on decisions and never hangs.
+"""Two ranks of a target write the text of one, agree on decisions and never hang.
 
-A launch takes seconds, so one launch runs all programs that are not slow. A dropped
-stream does not end an older one.
+A launch takes seconds, so one launch runs all programs that are not slow. Programs also
+drop streams, which does not end older streams.
 """
 
 import os
@@ -19,7 +19,8 @@ from support.processes.ranks import Ended, run_ranks, wait_for
 DENSE_SLIDING_HYBRID = (
     "llama:lookup,measured llama(sliding):mixed qwen3_5:mixed head/qwen3_5:mtp"
 )
-# Architectures that have a method of mlx-lm for this which fails, or fails with drafts.
+# For each way to divide a target: architectures for which mlx-lm has a method, but the
+# method fails, always or with drafts.
 REFUSED: list[tuple[str, dict[str, str]]] = [
     ("tensor", {"prism_hadamard_qwen35": "does not have parameter"}),
     (
@@ -63,7 +64,7 @@ def check_texts(
 
 
 def check_several(each: list[Any], kinds: list[str]) -> None:
-    """Assert that each text is the same on every rank as without other streams."""
+    """Assert that every rank has the texts that a stream without others has."""
     said = each[0]
     assert each == [said] * len(each)
     counts = {name: len(texts) - 1 for name, texts in said.items()}
@@ -122,7 +123,7 @@ def test_two_ranks_write_the_text_of_one_and_rank_0_decides_until_one_is_lost(
 
 
 def _check_decisions(zero: dict[str, Any], one: dict[str, Any]) -> None:
-    """Assert that rank 1 follows rank 0's decisions by timing, faults and users."""
+    """Assert that rank 1 follows rank 0 in what timing, faults and users decide."""
     plain = zero["plain"]["tokens"]
     for name in ("plain", "stopped", "no seed", "serial", "rejection", "block"):
         for what in ("tokens", "text", "reason", "cached", "seed", "accepted"):
@@ -173,7 +174,7 @@ def _check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
 def _check_lost(zero: Ended, folder: Path, killed: float) -> None:
     """Assert that rank 0 reports the loss of rank 1 within ten seconds."""
     assert "ank 1 (" in _reported(zero, folder, 0, killed)
-    # The ring does not always come back, see docs/distributed.md.
+    # Rank 0 does not always come out of mlx, see docs/distributed.md.
     errors = [zero.errors]
     if zero.said is not None:
         errors = [zero.said["raised"], zero.said["again"].split(": ", 1)[1]]
@@ -196,8 +197,8 @@ def test_any_rank_can_be_killed_anywhere(
 ) -> None:
     """A rank is killed in the middle of a prompt or of the text.
 
-    Of four ranks, rank 0 is not a neighbour of rank 2 and notices by other ranks. A
-    neighbour may also notice by another rank, if that one ends earlier.
+    Of four ranks, rank 0 is no neighbour of rank 2, and notices the loss when another
+    rank ends. A neighbour may notice it in this way too, if another rank ends first.
     """
     killed: list[float] = []
 
@@ -221,7 +222,7 @@ def test_any_rank_can_be_killed_anywhere(
 
 
 def _reported(ended: Ended, folder: Path, rank: int, since: float) -> str:
-    """Return the report of a rank within ten seconds: an error, or its forced end."""
+    """Return what a rank reports within ten seconds: its error, or its forced end."""
     at, said = (folder / f"errors{rank}.txt").stat().st_mtime, ended.errors
     if ended.said is not None:
         at, said = ended.said["at"], f"RankLostError: {ended.said['raised']}"
@@ -238,7 +239,7 @@ def _reported(ended: Ended, folder: Path, rank: int, since: float) -> str:
 def test_a_rank_that_raises_or_ends_ends_the_text_of_the_other(
     tmp_path: Path, deed: str, who: int
 ) -> None:
-    """This holds also if it fails inside a forward and its process lives on."""
+    """This holds also if the rank fails inside a forward and its process lives on."""
     ended = run_ranks(f"endless {deed} {who}", tmp_path)
     other = ended[1 - who]
     if deed == "raise" and who == 0:  # rank 0 closes its stream on the way
@@ -292,7 +293,7 @@ def test_an_mtp_head_drafts_on_rank_0(tmp_path: Path) -> None:
 def test_every_architecture_that_can_be_spread_writes_the_text_of_one(
     parallel: str, refused: dict[str, str], tmp_path: Path
 ) -> None:
-    """These are all that mlx-lm spreads and the census builds, up to near-ties."""
+    """Architectures: all that mlx-lm spreads and the census builds; up to near-ties."""
     zero, one = said_by(run_ranks(f"architectures {parallel}", tmp_path, seconds=600))
     assert zero.keys() == one.keys()
     reasons = {name: said for name, said in zero.items() if isinstance(said, str)}

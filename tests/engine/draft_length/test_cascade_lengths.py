@@ -47,7 +47,7 @@ class Asked(OpenDrafter):
         return Proposal(tokens, survival=self.survival)
 
     def forecast(self, sequence: Sequence, limit: int) -> list[float] | None:
-        """Expect nothing after a failure; else use a forecast or the rates so far."""
+        """Expect nothing after a failure; else return the forecast; None: use rates."""
         return [] if self.failed else self.forecasts
 
     @property
@@ -71,7 +71,7 @@ def _no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Cho
 def ruled(
     lookup: Asked, model: Asked, right: float, cost: float = 0.1
 ) -> tuple[RuledDrafter, RuleDraftLength]:
-    """Return drafters; the second forecasts its own acceptance."""
+    """Return a drafter that a rule chooses from both, and the rule's lengths."""
     both, rounds = [lookup, model], {0: 1.0, LONGEST: 1.0 + LONGEST * cost}
     known = [
         Source(

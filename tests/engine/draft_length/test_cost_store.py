@@ -41,14 +41,14 @@ def test_it_is_read_as_it_was_written() -> None:
     assert again.costs.table() == {0: COSTS}
     assert again.measured == {0: TIMES}
     assert again.part == 4
-    assert again.costs.plain(10) is None  # its ratios count, and not its seconds
+    assert again.costs.plain(10) is None  # ratios of costs are used, not seconds
     assert again.costs.curve(10, 4, 2.0)[4] == 4.0
 
 
 def test_another_context_is_added(tmp_path: Path) -> None:
     saved()
     known = Source.read(KEY)
-    known.costs.kept = {}  # forgotten by many rounds
+    known.costs.kept = {}  # as after many rounds
     known.take({1: TIMES})
     assert Source.read(KEY).measured == {0: TIMES, 1: TIMES}
 

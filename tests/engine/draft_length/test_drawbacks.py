@@ -59,7 +59,7 @@ def test_a_plan_with_drafts_declines_nothing() -> None:
     plan = planned([0.9], cost=0.1)
     assert plan.length == 1
     assert not plan.declined
-    assert plan.drawback == "nothing was proposed"  # if there are none all the same
+    assert plan.drawback == "nothing was proposed"  # in case nothing is proposed
 
 
 @pytest.fixture(name="generator", scope="module")

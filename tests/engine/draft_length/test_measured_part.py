@@ -36,7 +36,7 @@ class Rounds:
     ("times", "best"),
     [
         ({8: 5.0}, 8),
-        ({8: 9.7, 2: 9.9}, usual_part()),  # less than a twentieth
+        ({8: 9.7, 2: 9.9}, usual_part()),  # gains below a twentieth
         ({16: 4.0, 2: 5.0}, 16),
     ],
     ids=["a clear gain", "noise", "the larger gain"],

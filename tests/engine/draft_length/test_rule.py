@@ -1,4 +1,4 @@
-"""The rule takes the source and length with the most expected tokens for their time."""
+"""The rule takes the source and length that gain most, by expected tokens and time."""
 
 from collections.abc import Sequence
 
@@ -118,11 +118,11 @@ def test_drafts_that_are_always_wrong_lose_the_credit_and_its_share() -> None:
         steps += seconds
         plain = not plan.length
         rule.learn(CONTEXT, plan, Feedback(plan.length, 0, seconds, plain, plain))
-    assert steps - 1000 <= 4 + 1000 * SHARE + 1  # one more round
+    assert steps - 1000 <= 4 + 1000 * SHARE + 1  # and the cost of the last draft
 
 
 def test_a_free_source_may_know_no_costs_beside_one_that_was_calibrated() -> None:
-    """This happens on a new machine; its proposals cost the same as other drafts."""
+    """This happens on a new machine; the free source then costs what the other does."""
     model, lookup = Source(RoundCosts({0: {0: 1.0, 4: 1.4}})), Source(free=True)
     rule = DraftRule([model, lookup], Credit(), 16)
     offered = [[[0.1] * 8, [0.9] * 8]]

@@ -60,7 +60,7 @@ def played(machine: Machine, text: Text, known: Source | None = None) -> Replaye
 
 
 def policy_of(credit: float, *, seconds: dict[int, float] = CHEAP) -> RuleDraftLength:
-    """Return a policy of a source that is right, after its first plain step."""
+    """Return a policy with a source that is often right, after its first plain step."""
     known = known_of(RoundCosts({0: seconds}), 0.9)
     policy = RuleDraftLength([known], Credit(credit), LONGEST)
     plan = policy.plan(100, 500)
@@ -96,7 +96,7 @@ def machine_of(costs: dict[int, float], **options: float) -> Machine:
     known=st.booleans(),
     seed=st.integers(0, 99),
 )
-@example(  # long drafts that are expected to pay, and lose more than there is credit
+@example(  # long drafts that are expected to pay, and lose more than the credit
     verify=[1.8125, 0, 0, 0, 0, 1.0625, 0, 1, 0, 0, 0, 0, 0, 0, 0.3125, 0.125],
     first=1.0,
     right=0.65625,
@@ -106,7 +106,7 @@ def machine_of(costs: dict[int, float], **options: float) -> Machine:
 def test_no_machine_and_no_text_lose_more_than_the_credit(
     verify: list[float], first: float, right: float, known: bool, seed: int
 ) -> None:
-    """Beyond it they lose at most one round, of a length with an unknown cost."""
+    """Beyond the credit they lose at most one round, of a length of unknown cost."""
     costs = [1.0, *(first + np.cumsum(verify))]
     known_costs = known_of(
         RoundCosts({0: dict(enumerate(costs))}) if known else None, 0.9
@@ -121,7 +121,7 @@ def test_no_machine_and_no_text_lose_more_than_the_credit(
 
 
 def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
-    """A round on a loaded machine may take longer than 99 steps."""
+    """A round on a loaded machine may take as long as 99 plain steps."""
     policy = policy_of(2.0, seconds={0: 1.0})
     noted(policy, 2, 0, 99.0)
     assert policy.credit.steps[0] == LEAST_CREDIT
@@ -134,7 +134,7 @@ def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
 
 
 def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
-    """Then each draft takes 13 steps; plain steps are measured when it is over."""
+    """Costs of that hour say that a draft takes 13 plain steps; later it takes few."""
     for length in (FIRST_LENGTH, 8):
         known = known_of(RoundCosts({0: {0: 1.0, length: 13.0}}), 0.9)
         played_rounds = played(machine_of(CHEAP), text_of(0.9), known)
@@ -154,7 +154,7 @@ def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
 def test_kept_costs_that_are_wrong_are_corrected(
     costs: dict[int, float], wrong: float, right: float
 ) -> None:
-    """Costs of drafts or of all rounds are 10 times or a tenth of the real ones."""
+    """Kept costs of drafts, or of all rounds, are ten times or a tenth of the real."""
     machine, text = machine_of(costs), text_of(right, 1000)
     for plain in (1.0, wrong):
         kept = {n: wrong * seconds if n else plain for n, seconds in costs.items()}
@@ -183,7 +183,7 @@ def test_kept_costs_that_are_wrong_are_corrected(
 
 
 def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
-    """Plain steps that were not in flight, and submit the next, measure its cost."""
+    """A first plain step, which also submits the next, shows what is left of that."""
     for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0), (None, 1.0)):
         policy = policy_of(0.0, seconds={0: 1.0})
         if cold is not None:

@@ -1,8 +1,9 @@
-"""The rule on traces of real rounds: never slower than plain decoding.
+"""The rule on traces of real rounds: at most 3 % slower than plain decoding.
 
-Each group of each pair is replayed as the requests of a new generator, on measured and
-published costs, and compared with the best fixed length of the best single source of
-that group. `pytest -s` prints the results.
+A pair is a target with one or two sources, and a group is a kind of text. Each group of
+each pair is replayed as the requests of a new generator, on measured and published
+costs, and compared with the best fixed length of the best single source of the group.
+`pytest -s` prints the results.
 """
 
 import sys
@@ -42,7 +43,7 @@ PAIRS = (
 REQUESTS = (50, 100, 300)
 QUICK = (0, ("cpu", "h100"))  # test_rule_machines.py has machines of any kind
 LEAST_PLAIN = 0.97
-# Least speed over the best of all pairs.
+# Least speed for all pairs together, relative to the best fixed lengths.
 LEAST_SUM = 0.97
 
 
@@ -89,7 +90,7 @@ def test_neither_does_it_on_texts_that_chose_no_constant(
 def test_a_batch_on_a_busy_device_loses_nothing_from_its_first_job_on(
     rows: int, tokens: int
 ) -> None:
-    """On this device one more position costs half as much as one more request."""
+    """On this device a position more in each row costs half a plain step."""
     drafting = {"model": 0.4, "mtp": 0.1, "eagle": 0.1, "assistant": 0.1}
     for pair in PAIRS:
         each = [0.5 + drafting.get(name.split("-")[1], 0.0) for name in pair]

@@ -62,7 +62,7 @@ def test_a_proposal_is_cut_where_its_survival_no_longer_pays(
     assert lengths.plan(0, 8).length == 8
     assert drafted(drafter) == expected
     assert drafter.offer(Sequence([0]), 8, _no_choice) == [survival]
-    # By a batch, which chooses for all of its requests
+    # A batch chooses a length for all of its requests, and sets it here.
     drafter.chosen = replace(lengths.choose(0, 8, [[survival]]), length=7)
     assert drafted(drafter) == 7
 

@@ -1,7 +1,7 @@
 """Draft lengths that change from round to round do not change the text.
 
-A plain step before a draft submits nothing ahead; one before another plain step does.
-Hypothesis draws the plans, so every order of the two occurs.
+A plain step submits the next round ahead if that is a plain step too, and not if it is
+a draft. Hypothesis draws the plans, so every order of plain steps and drafts occurs.
 """
 
 from functools import cache
@@ -108,7 +108,7 @@ def test_the_text_is_the_same(
 
 
 def test_a_round_that_is_planned_asks_for_no_length() -> None:
-    """Ranks agree on the plan of a round, or on a turn if it was planned before."""
+    """Ranks exchange the plan of a round, or only its start if it was planned."""
     generator, run_round = drafted("random", "llama", False), StreamDecoder.next_round
     seen: set[bool] = set()
     for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:
@@ -193,7 +193,7 @@ def test_adaptive_lengths_keep_the_text_and_explain_themselves() -> None:
 
 
 def test_the_prompt_that_a_drafter_reads_counts_once() -> None:
-    """A plain step comes first, so that the first token does not wait for that."""
+    """A plain step comes first, so that the first token does not wait for the read."""
     stream = drafted("right", "llama", False).stream(
         PROMPT, max_tokens=TOKENS, draft_length=3, explain=True
     )
@@ -272,7 +272,7 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
     for _ in stream:
         pass
     reasons = [plan.reason for plan, _ in stream.decisions]
-    assert reasons.count("measure") == 4  # two of the plain steps were steady
+    assert reasons.count("measure") == 4  # until two were steady, see `Feedback`
 
 
 @pytest.fixture(name="one_pass")
@@ -360,7 +360,7 @@ def test_each_context_is_measured_and_counted(
     monkeypatch.setattr(StreamFactory, "make", make)
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft=small)
     table = generator.calibrate(contexts=[8, 600])
-    assert prompts == [8, 8, 600]  # the first for the parts of a forward
+    assert prompts == [8, 8, 600]  # the first measures the parts of a forward
     assert [stream.stats.rounds for stream in streams] == [26, 72, 72]
     assert table[0] != table[1]
 

@@ -86,7 +86,7 @@ class Bare:
 
 
 class Rich(Bare):
-    """A user's drafter with all optional members too."""
+    """A user's drafter with optional members too."""
 
     def __init__(self) -> None:
         self.known: list[int] = []

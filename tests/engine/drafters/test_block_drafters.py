@@ -25,7 +25,8 @@ from support.models.dflash_checkpoints import VARIANTS, write_dflash
 from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENS = 16
-# The default has the last layer of llama and qwen3_5, whose state is after the norm.
+# The default, (0, 1), has the last layer of llama and qwen3_5, which is read after the
+# final norm.
 LAYERS = {"gemma3_text": (0, 1, 2)}
 # One drafter of each kind, and of each form of reading a block.
 KINDS = ("full", "dflash2", "deepspec", "speculators, given")
@@ -33,8 +34,8 @@ CASES = [
     *((kind, name) for kind in KINDS for name in TARGETS),
     *((name, "llama") for name in (*VARIANTS, *PACKAGINGS) if name not in KINDS),
 ]
-# Every kind, target and form of holding the context. The drafts of other pairs are
-# compared with references; a target only sees the drafted tokens.
+# Every kind, target and form of holding the context. Other tests compare the drafts of
+# other pairs with references; a target only sees the drafted tokens.
 QUICK = [
     *zip(KINDS, TARGETS, strict=True),
     *(("full", "qwen3_5"), ("dflash2", "llama")),
@@ -77,7 +78,7 @@ def oracle(
     wrong: Callable[[int], bool] = lambda position: False,
     kind: str = "full",
 ) -> tuple[DFlashDraft, BlockOracle]:
-    """Return a draft whose layers an oracle replaces."""
+    """Return a draft whose layers an oracle replaces, and the oracle."""
     known = draft_of(kind, name)
     draft = type(known)(known.model, known.head, known.dflash.layers)
     return draft, BlockOracle(draft, text, wrong)

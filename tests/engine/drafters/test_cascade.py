@@ -87,9 +87,9 @@ def test_the_first_draft_is_taken_and_only_its_drafter_hears_of_it() -> None:
     covering(("llama", "gemma3_text", "qwen3_5", "lfm2"), (False, True)),
 )
 def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> None:
-    """The model lags while others draft; errors in their rounds do not affect it."""
+    """The model reads nothing while others draft, and errors then do not affect it."""
     model, small = build(name), build(name)
-    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)  # recorders
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)  # hooks
     text = plain_text(model)
     turns = [True, False, True, True, False, True, False, False, True, True]
     sequence = Sequence(list(PROMPT))
@@ -118,7 +118,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
             decoder.next_round([max(left, 1)], [all_of])
         twin.feed(sequence.tokens[twin.seen : drafter.lane.seen], step=1)
         assert twin.seen == drafter.lane.seen
-        if name not in ("gemma3_text",):  # not bit for bit
+        if name not in ("gemma3_text",):  # not equal bit for bit
             assert_same_content(content(twin.caches), content(drafter.lane.caches))
     assert sequence.tokens[len(PROMPT) :][:TOKENS] == text[: len(sequence.tokens) - 21]
     assert decoder.request.statistics.acceptance_rate == 1.0
@@ -127,7 +127,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
 
 
 def _fail(decoder: StreamDecoder) -> None:
-    """Let the target's forward fail in the next round."""
+    """Run a round in which the target's forward fails."""
     original = LaneRound.forward
 
     def failing(self: LaneRound, tokens: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Cheaper drafts change neither the text nor the target."""
+"""Quantized drafts and drafts from few ids change neither text nor target."""
 
 from collections import Counter
 from pathlib import Path

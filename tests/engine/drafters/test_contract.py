@@ -1,8 +1,9 @@
 """Contract of drafters: proposals depend on the committed tokens alone.
 
 Earlier rounds accept all, a part or nothing of a draft, fail before or after settling,
-or run without this drafter. Each draft is compared with that of a twin that gets the
-tokens alone; see support/drafters. The plan of a test decides the committed tokens.
+or run without this drafter. Each draft is compared with the draft of a twin that gets
+only the tokens; see support/drafters. The test, not the target, chooses the tokens that
+are committed.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from support.models.eagle_checkpoints import DIALECTS, PARALLEL, write_eagle
 from support.models.mtp_checkpoints import LAYOUTS
 from support.models.tiny_models import build
 
-# Some have no list of layers.
+# Some heads have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
 PROMPT = 21  # more than a window of 16
@@ -47,8 +48,8 @@ PROMPT = 21  # more than a window of 16
 CORPUS = [*prompt_of(PROMPT), 1, 2, 3, *prompt_of(PROMPT)[5:]]
 LOOKUP = LookupDraft(corpus=[CORPUS])
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
-# For each round: the limit of the draft, and the number of accepted tokens or a fault:
-# the round fails before or after settling, or another drafter commits that many tokens.
+# For each round: the limit of the draft; and the number of accepted tokens, a failure
+# before or after settling, or "others": `limit` tokens of another drafter are accepted.
 Round = tuple[int, int | str]
 ROUNDS: list[Round] = [
     (3, 2),
@@ -73,7 +74,7 @@ class Kind:
     Attributes:
         model: the target.
         open: makes the drafter of a stream of the target.
-        twin: proposes from the tokens alone.
+        twin: proposes from nothing but the tokens.
         others: the drafter's models.
         least: least number of proposed tokens in a test.
     """
@@ -117,7 +118,7 @@ def of_lookup() -> Kind:
 
 
 def of_cascade() -> Kind:
-    """Return a cascade whose model lags in rounds in which the lookup drafts."""
+    """Return a cascade whose model reads nothing while the lookup drafts."""
     lookup, model = of_lookup(), of_model("llama")
 
     def open_cascade(lane: Lane, sequence: Sequence) -> Drafter:
@@ -170,7 +171,7 @@ def of_assistant(target: str, head: str) -> Kind:
 
 EAGLES = [
     *(("specforge", name) for name in ("llama", "qwen3_5", "gemma3_text")),
-    # The authors' files name no layers, and the usual ones need seven.
+    # The authors' files name no layers; of four, the first, third and last are read.
     ("authors", "qwen3_5"),
     *((d, "llama") for d in DIALECTS if d not in ("specforge", "authors")),
 ]
@@ -201,7 +202,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
 }
 
 # One of each drafter, of each form of its caches, and of each selector of blocks.
-# Others differ in files and layers, which are compared with references.
+# Others differ in files and layers, which other tests compare with references.
 QUICK = (
     *("lookup", "cascade", "model gemma3_text", "model qwen3_5"),
     *("mtp qwen3_5", "mtp step3p5", "mtp deepseek_v32", "mtp mimo"),
@@ -222,7 +223,7 @@ def commit(lane: Lane, sequence: Sequence, fed: list[int], kept: list[int]) -> N
         lane: the target's lane, which has read all tokens but the last.
         sequence: gets the committed tokens.
         fed: the drafted tokens.
-        kept: the accepted ones, and one token of the target's choice.
+        kept: the accepted ones, and the token after them.
     """
     with lane.begin() as lane_round:
         mx.eval(lane_round.forward(mx.array([sequence.tokens[-1], *fed])))

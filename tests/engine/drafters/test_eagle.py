@@ -1,7 +1,7 @@
 """Drafting with an EAGLE-3 or P-EAGLE head: its ids, and the unchanged text.
 
-MTP heads share the code that adds and removes slots, see test_mtp.py. test_contract.py
-checks the pairing of slots.
+MTP heads share the code that feeds a head and rolls it back, see test_mtp.py.
+test_contract.py checks that each token is paired with the right state.
 """
 
 from functools import cache
@@ -32,12 +32,12 @@ from support.models.eagle_checkpoints import DIALECTS, PARALLEL, draft_ids, writ
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# Some have no list of layers.
+# Some heads have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
 TOKENS = 16
 LAYERS = {"llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
-# Heads of the authors name no layers, and the usual ones need seven.
+# Most heads here read layers 0, 1 and 3.
 DEPTHS = {"llama": 4, "qwen3_5": 4}
 
 
@@ -57,7 +57,7 @@ def draft_of(dialect: str, name: str) -> Any:
 OTHERS = [dialect for dialect in DIALECTS if dialect != "specforge"]
 CASES = [
     *(("specforge", name) for name in TARGETS),
-    # The authors' files name no layers, and the usual ones need seven.
+    # The authors' files name no layers; of four, the first, third and last are read.
     *((dialect, "qwen3_5" if dialect == "authors" else "llama") for dialect in OTHERS),
     *((dialect, name) for dialect in PARALLEL for name in TARGETS),
 ]
@@ -93,7 +93,7 @@ def test_a_head_leaves_the_text_as_plain_decoding_has_it(
 
 
 def test_a_reduced_vocabulary_is_all_that_is_drafted() -> None:
-    """The table d2t gives the ids of columns."""
+    """The table d2t gives the id of each column of the head's logits."""
     name = "llama"
     draft = draft_of("specforge", name)
     drafted: list[int] = []
@@ -147,7 +147,7 @@ def test_the_reading_that_a_probe_puts_first_is_taken(
 
 @pytest.mark.slow  # the quick test is in test_resolve_named.py
 def test_the_trained_head_is_as_right_as_in_its_training() -> None:
-    """On 64 windows of held-out code, 0.914 of first drafts and 3.03 of 4 are right."""
+    """On 64 windows of held-out code, 0.914 of first tokens and 3.03 of 4 are right."""
     made = SpeculativeGenerator.from_pretrained(
         demo_models()["dense"], draft=demo_models()["eagle"], draft_length=4
     )

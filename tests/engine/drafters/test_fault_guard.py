@@ -299,7 +299,7 @@ def test_errors_of_the_requests_own_processors_go_up(kind: str) -> None:
     def bad(tokens: mx.array, logits: mx.array) -> mx.array:
         nonlocal calls
         calls += 1
-        if calls == 1:  # a draft's first: those of the target come after
+        if calls == 1:  # in a draft: calls for the target come later
             raise BrokenError
         return logits
 
@@ -435,7 +435,7 @@ def test_nobody_collects_states_for_a_head_that_was_disabled() -> None:
 def test_a_head_that_fails_while_the_prompt_is_fed_is_disabled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A head reads every chunk of the prompt, called from the target's lane."""
+    """The target's lane calls the head after every chunk of the prompt."""
     target, head = mtp_target()
 
     def failing(self: MtpDrafter) -> None:
@@ -515,7 +515,7 @@ def test_what_one_of_a_cascade_has_chosen_from_is_no_fault_of_the_next() -> None
 def test_a_draft_is_submitted_once_and_with_its_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So the device drafts while the target's graph is built."""
+    """In this way the device drafts while the target's graph is built."""
     submitted: list[int] = []
     submit: Any = mx.async_eval
 
@@ -536,6 +536,6 @@ def test_a_draft_is_submitted_once_and_with_its_checks(
     stream.next_round()  # the rest of the first round
     submitted.clear()
     stream.next_round()
-    # The draft and the ids that were proposed, before the target's logits and choices.
+    # Two arrays: the draft, and the ids to check. The target's logits come later.
     assert submitted[0] == 2
     assert submitted.count(2) == 1

@@ -70,7 +70,7 @@ def _sampling(temperature: float) -> Sampling:
 
 
 def draft_of(name: str, head: str = "dense", **options: Any) -> AssistantDraft:
-    """Return a random assistant for its target."""
+    """Return a random assistant for a target."""
     made = make(name, head)
     return AssistantDraft(made.target, made.assistant, **options)
 
@@ -78,7 +78,7 @@ def draft_of(name: str, head: str = "dense", **options: Any) -> AssistantDraft:
 def oracle(
     name: str, text: list[int], *, anchor: Any = "state", **options: Any
 ) -> tuple[AssistantDraft, OracleStep]:
-    """Return a draft whose assistant an oracle replaces."""
+    """Return a draft whose assistant an oracle replaces, and the oracle."""
     draft = draft_of(name, anchor=anchor)
     knowing = OracleStep(draft, text, **options)
     draft.step = knowing
@@ -113,7 +113,7 @@ def test_an_assistant_leaves_the_text_as_plain_decoding_has_it(
 
 @pytest.mark.parametrize("temperature", _mostly(0.8, 0.0))
 def test_a_text_model_inside_of_another_has_an_assistant(temperature: float) -> None:
-    """Gemma 4 is published so."""
+    """Gemma 4 is published in this form."""
     sampling = _sampling(temperature)
     plain, drafted = (
         generator("wrapped", draft).generate(
@@ -471,7 +471,7 @@ def code(tokens: int) -> list[int]:
 @pytest.mark.slow  # the next tests load it, and check that it is above chance
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_trained_assistant_is_often_right(temperature: float) -> None:
-    """This is past the window of 96, where a random assistant has 2 % accepted."""
+    """The prompt is longer than the window, 96; a random assistant has 2 % accepted."""
     sampling = Sampling(temperature=temperature, seed=3)
     plain, drafted = (
         demo().generate(

@@ -74,10 +74,10 @@ def test_trees_of_a_head_leave_the_text_as_it_is(
 
 
 class TreeOracle(OracleMtp):
-    """A head with two likely tokens after each one, of which one is the text's.
+    """A head with two likely tokens after each token; one of the two is the text's.
 
-    The position decides which of the two is first. Nodes off the text get states of
-    another kind. The inputs of nodes are checked.
+    The position decides which of the two is likelier. Nodes that leave the text get
+    other states, see `state_of`. The inputs of nodes are checked.
 
     Args:
         draft: the draft whose head it replaces.
@@ -97,7 +97,7 @@ class TreeOracle(OracleMtp):
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Any, layer: int = 0
     ) -> HeadOutput:
-        """Run slots, or the nodes of a level, which share a position."""
+        """Run slots (states with tokens), or the nodes of a level, at one position."""
         (view,) = caches
         if not isinstance(view, TreeView):
             return super().rows(hidden, tokens, caches, layer)
@@ -137,7 +137,7 @@ def state_of(slot: int, follows: bool) -> float:
 
 
 def oracle(name: str, text: list[int], **options: Any) -> tuple[EagleDraft, TreeOracle]:
-    """Return a draft whose head an oracle replaces."""
+    """Return a draft whose head an oracle replaces, and the oracle."""
     known = draft_of("specforge", name)
     draft = EagleDraft(known.model, known.eagle.head, known.eagle.layers)
     knowing = TreeOracle(draft, text, **options)

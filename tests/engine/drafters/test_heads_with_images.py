@@ -1,7 +1,7 @@
 """Heads that read the target's states, with images in the prompt.
 
-They read the states of all slots, images included, and embed the placeholder token of a
-slot. An oracle checks these inputs, and is right in every draft.
+They read the states of all positions, images included, and embed the placeholder token
+at positions of an image. An oracle checks these inputs, and is right in every draft.
 """
 
 from dataclasses import replace
@@ -142,7 +142,7 @@ def test_a_head_leaves_the_text_as_it_is(kind: str, name: str, tmp_path: Path) -
     cases(BLOCKS, ("full", "qwen2_5_vl"), ("deepspec", "llava"), (ASSISTANT, "gemma4")),
 )
 def test_an_oracle_is_always_right(kind: str, name: str, tmp_path: Path) -> None:
-    """It compares its input states with those of one forward over the text."""
+    """The oracle compares its input states with those of one forward over the text."""
     target = seeing(name)
     for sampling in (GREEDY, SAMPLED):
         long = SpeculativeGenerator(target, tokenizer()).generate(

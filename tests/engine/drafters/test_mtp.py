@@ -1,4 +1,4 @@
-"""Drafting with an MTP head: pairing, refresh, rollback, and the unchanged text."""
+"""Drafting with an MTP head: its inputs, its rollback, and the unchanged text."""
 
 from functools import cache
 from pathlib import Path
@@ -58,7 +58,7 @@ def _sampling(temperature: float) -> Sampling:
 
 
 def oracle(name: str, text: list[int], **options: Any) -> tuple[MtpDraft, OracleMtp]:
-    """Return a draft whose head an oracle replaces."""
+    """Return a draft whose head an oracle replaces, and the oracle."""
     target, head = built(name)
     draft = MtpDraft(target, head)
     before = head.convention.hidden == "before_norm"
@@ -119,7 +119,7 @@ def test_an_oracle_is_always_right(name: str, length: int, temperature: float) -
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", TARGETS)
 def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> None:
-    """It is wrong at the chosen positions only."""
+    """The oracle is wrong at the chosen positions only."""
     text = text_of(name, 0.0)
     draft, _ = oracle(name, text, wrong=lambda position: position % every == 0)
     stream = generator(name, draft, draft_length=4).stream(
@@ -133,8 +133,8 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
         cached = held_tokens(caches)
         assert cached == text[1 + layer : 1 + layer + len(cached)]
         assert len(cached) == drafter._cache.state.ends[layer]
-    # It is refreshed when it drafts, so it may lack the last drafted round, and a plain
-    # step for a last token.
+    # The head reads committed tokens when it drafts, so it may lack the last round with
+    # a draft, and a plain step for the last token.
     assert drafter.history.stop >= PROMPT + TOKENS - (4 + 1) - 2
 
 
@@ -201,7 +201,7 @@ def test_history_rows_are_never_whole_rows() -> None:
     assert {how for how, *_ in knowing.calls} == {"step"}
     first, *others = knowing.calls
     assert first == ("step", 0, 0, PROMPT - 1)
-    # One batch refreshes and drafts: a + 1 slots, and then one for each further draft.
+    # A step reads the tokens of a round and drafts a token; each other one is a step.
     counts = [count for _, _, _, count in others]
     assert set(counts) == {1, 4}
 

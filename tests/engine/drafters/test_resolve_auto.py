@@ -208,7 +208,7 @@ def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
 def test_the_file_may_name_a_head_of_any_kind(
     kind: str, name: str, tmp_path: Path
 ) -> None:
-    """A GGUF file does not define its layers, so there a random head is refused."""
+    """Where a list of layers may count in two ways, a random head is refused."""
     target = write_tiny(tmp_path / "target", layers=4)
     write_head = write_eagle if kind == "peagle" else write_block
     write_head(tmp_path / "head", name)
@@ -217,7 +217,7 @@ def test_the_file_may_name_a_head_of_any_kind(
         made = SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
     draft = made._setup.draft
     assert draft is not None
-    if name in ("prism", "aws"):  # a probe of the target decides what their lists count
+    if name in ("prism", "aws"):  # a probe decides what their lists count
         assert "no better than by chance" in notices[0]
         assert isinstance(draft, LookupDraft)
     else:

@@ -38,7 +38,7 @@ def text(model: Any, tokenizer: Any, **options: Any) -> tuple[list[int], Any]:
 
 
 class Unfinished:
-    """A drafter without `settle`."""
+    """A drafter without `settle` and `discard`."""
 
     def begin(self, sequence: Any) -> None: ...
 
@@ -67,7 +67,7 @@ def source(name: Any, model: Any, tokenizer: Any) -> Draft:
 
 @pytest.fixture(name="tiny", scope="module")
 def _tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a target, a draft model and a head for it."""
+    """Return a folder with a target, a draft model, and a head for the target."""
     made = tmp_path_factory.mktemp("tiny")
     write_tiny(made / "target", layers=4)
     write_tiny(made / "draft")

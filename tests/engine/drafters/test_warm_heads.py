@@ -1,7 +1,7 @@
-"""Heads draft the same after a prefix from a prefix cache as after one that was read.
+"""Heads draft the same after a prefix from a prefix cache as after reading the prefix.
 
-With a fixed draft length the rounds of a warm request are those of a cold one: their
-proposals, their accepted tokens, and the text.
+With a fixed draft length, a warm request (with a cached prefix) has the rounds of a
+cold one (without): proposals, accepted tokens and text are equal.
 """
 
 from collections.abc import Callable
@@ -67,9 +67,9 @@ def assistant(target: str) -> Made:
 
 @cache
 def chain(*window: str) -> Made:
-    """Return a chain of three layers of full attention, and its target.
+    """Return a target, and a chain of three layers of full attention.
 
-    The chain's rows depend on three more tokens than their positions.
+    A row of the chain's last layer depends on the three tokens after its position.
     """
     full = ["full_attention"]
     config = {**LAYOUTS["step3p5"].config, "layer_types": [*window, *full * 6][:7]}
@@ -339,7 +339,7 @@ def test_a_turn_after_a_batch_is_that_after_a_stream(
 
 @pytest.mark.parametrize("kind", ["peagle", "dflash", "mtp, one layer"])
 def test_a_batch_leaves_what_a_stream_leaves(kind: str) -> None:
-    """In a batch with drafts, the last token of a text may not have been fed."""
+    """A batch with drafts does not always feed the last token of a text."""
     target, draft = KINDS[kind]()
     options: dict[str, Any] = {"max_tokens": 17, "stop_tokens": ()}
     prompts = [prompt_of(count) for count in (37, 22)]

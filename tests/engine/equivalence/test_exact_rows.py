@@ -1,4 +1,4 @@
-"""Findings of `check --exact` for models with equal rows, and for other models."""
+"""Findings of `check --exact` for models that keep the bits of rows, and for others."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_model_that_keeps_the_promise_is_found_to(name: str, views: int) -> No
     )
     assert verdict.same
     assert verdict.largest == 0
-    # Of 8 tokens at a place: before random ones, with those behind it, and in rounds.
+    # For 8 tokens: each before random ones, each before up to 3 of the text, in rounds.
     places = 2 * views
     assert verdict.rows == places * (8 + (5 * 4 + 3 + 2 + 1) + 8)
     assert verdict.context == views * 16

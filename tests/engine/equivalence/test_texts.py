@@ -40,7 +40,7 @@ def test_neighbours_in_the_dtype_of_the_logits_are_a_near_tie() -> None:
 def test_noise_and_temperature_count_when_sampling() -> None:
     sampling = Sampling(temperature=0.5, seed=3)
     noise = gumbel(stream_key(3, CHOICE), mx.array([9]), 4)
-    # The scores are zero without the noise, which alone makes the difference.
+    # The noise cancels in the scores: 0, 2e-4, 0 and -18 are left.
     row = -noise * sampling.temperature + mx.array([[0.0, 1e-4, 0.0, -9.0]])
     chooser = Chooser(sampling, 4)
     tie = texts.weigh(chooser, row, PRECEDING, (0, 0, 1), 1e-4)
@@ -73,7 +73,7 @@ def test_the_deciding_row_is_the_one_that_chose(name: str) -> None:
 
 
 class RoundsByWidth(nn.Module):
-    """Slightly prefers token 1 to token 2, and in blocks token 2 to token 1."""
+    """Slightly prefers token 1 to 2; in forwards of several tokens, token 2 to 1."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -40,7 +40,7 @@ def occurrences(tokens: list[int], wanted: list[int]) -> int:
 
 
 def longest_suffix(tokens: list[int], text: list[int]) -> list[int]:
-    """Return the longest suffix of a text that occurs in the tokens before a token."""
+    """Return the longest suffix of a text that a token follows in `tokens`."""
     for start in range(len(text)):
         tail = text[start:]
         if BREAK not in tail and ends_of(tokens, tail):

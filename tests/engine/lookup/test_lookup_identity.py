@@ -143,7 +143,7 @@ def test_any_lookup_leaves_the_text_as_it_is(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
-    """The model lags after long lookups, and is then fed the committed tokens."""
+    """The model reads nothing during long lookups, and all missed tokens after them."""
     text = known(name, True)[1]
     # The lookup is right, and finds nothing in half of the text.
     corpus = [text[:25], text[40:55]]
@@ -181,7 +181,7 @@ def test_a_cascade_works_with_prompt_and_prefix_caches() -> None:
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_seed_repeats_its_text_whatever_came_before(acceptance: Acceptance) -> None:
-    """Earlier answers must not move rounds, which would change the noise."""
+    """Earlier answers must not move the starts of rounds: the noise depends on them."""
     generator = SpeculativeGenerator(
         build("llama"),
         byte_tokenizer(),

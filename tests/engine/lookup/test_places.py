@@ -54,7 +54,7 @@ def test_a_prompt_of_150_000_tokens_is_indexed_in_short_pieces() -> None:
     while not lookup.read_ahead(tokens):
         pieces += 1
         done.append(len(index.automaton.tokens))
-        if pieces == 3:  # a proposal meanwhile is one piece too, of what is there
+        if pieces == 3:  # a proposal indexes one piece too, and uses what is there
             assert isinstance(lookup.propose(tokens, 8), Found)
             done.append(len(index.automaton.tokens))
     assert max(b - a for a, b in pairwise(done)) == CHUNK
@@ -121,7 +121,7 @@ def test_an_answer_is_held_with_a_few_tokens_before_it() -> None:
     history = AnswerHistory(100)
     history.add(list(range(30)), 20)
     assert history.generations[0].tokens[0] == 20 - BEFORE
-    history.add([1, 2], 2)  # an empty answer is none
+    history.add([1, 2], 2)  # an empty answer is not added
     assert len(history.generations[0].tokens) == 10 + BEFORE + 1
 
 
@@ -166,7 +166,7 @@ def test_survival_is_learnt_from_proposals_that_were_not_drafted() -> None:
     lookup, text = Lookup(shared), [1, 2, 3, 1, 2, 3]
     first = lookup.propose(text, 3)
     assert first.tokens[0] == 1
-    for number in range(40):  # the text goes on otherwise every time
+    for number in range(40):  # the text goes on differently every time
         text += [10 + number, 1, 2, 3]
         last = lookup.propose(text, 3)
     assert last.survival[0] < first.survival[0] / 2

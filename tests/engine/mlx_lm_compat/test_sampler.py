@@ -68,7 +68,7 @@ def test_a_recognised_sampler_keeps_the_text_of_a_seed_whatever_the_draft(
 
 def test_the_seed_is_mlx_random_seeds_unless_it_is_passed() -> None:
     sampler = make_sampler(temp=1.0)
-    model_of("llama")  # the first of them seeds the generator
+    model_of("llama")  # building it seeds mlx.random
 
     def text(**options: Any) -> list[int]:
         return answer(sampler=sampler, max_tokens=12, **options).tokens
@@ -129,12 +129,12 @@ def test_a_recognised_sampler_works_in_mlx_lm() -> None:
 
 
 def test_without_a_draft_any_sampler_gives_mlx_lms_text_of_a_seed() -> None:
-    """It is called for the same rows in the same order."""
+    """The sampler is called for the same rows in the same order."""
     for name in ("llama", "qwen3_5"):
         sampler = sample_utils.make_sampler(
             temp=1.0, top_p=0.95, xtc_probability=0.5, top_k=30
         )
-        # The first model of a name seeds the generator.
+        # Building a model seeds mlx.random, so it is built before.
         model, tokenizer = model_of(name), byte_tokenizer()
         texts = []
         for generate in (mlx_lm.stream_generate, stream_generate):
@@ -176,7 +176,7 @@ def test_a_sampler_is_called_for_every_row_of_a_verify() -> None:
     assert set(sampler.shapes) == {(1, 256)}
     plain = stats.rounds - stats.drafts
     assert stats.drafts > 3
-    ahead = 1  # the step behind the last one, as in mlx-lm
+    ahead = 1  # the step submitted after the last one, as in mlx-lm
     assert len(sampler.shapes) == stats.drafted + stats.drafts + plain + ahead
 
 

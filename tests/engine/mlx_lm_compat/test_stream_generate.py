@@ -49,7 +49,7 @@ from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.sampling.sampling_options import penalty_options
 
-# Full attention, a window of 16 that wraps, recurrent layers with attention, and alone.
+# Full attention, a window of 16 that wraps, recurrent layers with attention or without.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba")
 # Each kind of cache once.
 COUNTED = (
@@ -146,7 +146,7 @@ def test_a_stream_closed_early_leaves_the_yielded_tokens(name: str) -> None:
 
 
 def test_limited_caches_equal_those_of_mlx_lm_long_after_they_have_wrapped() -> None:
-    """qwen3 has no make_cache; a ring keeps the first four tokens."""
+    """qwen3 has no make_cache, so it gets rings, which keep the first four tokens."""
     model, _ = known("qwen3")
     for size, length in ((8, 1), (16, 4), (40, 6)):
         options: dict[str, Any] = {"max_tokens": 40, "max_kv_size": size}
@@ -242,7 +242,7 @@ def with_wide_heads(name: str) -> tuple[nn.Module, list[int]]:
 
 
 class Quantizing(Lane):
-    """A lane whose caches are quantized as the text's were."""
+    """A lane whose caches are quantized as those of the text were."""
 
     def __init__(self, model: nn.Module, start: int, bits: int) -> None:
         super().__init__(model)
@@ -259,7 +259,7 @@ class Quantizing(Lane):
 def test_caches_are_quantized_where_mlx_lm_quantizes_them(
     quantized: tuple[str, int], start: int
 ) -> None:
-    """They are quantized in the prefill, at its end, or in the middle of a round."""
+    """Quantization starts in the prefill, at its end, or in the middle of a round."""
     name, bits = quantized
     model, text = with_wide_heads(name)
     caches = make_prompt_cache(model)
@@ -285,7 +285,7 @@ def test_caches_are_quantized_where_mlx_lm_quantizes_them(
 def test_a_failed_step_puts_back_the_caches_that_it_has_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The step that crosses the start is committed before its logits are read."""
+    """The step at which quantization starts is committed before its logits are read."""
     model, text = with_wide_heads("llama")
     caches, start = make_prompt_cache(model), len(PROMPT) + 3
     old, native = list(caches), type(model).__call__
@@ -360,7 +360,7 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
 def test_caches_go_round_through_mlx_lms_files(
     name: str, bits: int | None, tmp_path: Path
 ) -> None:
-    """The order is ours, a file, mlx-lm's, a file, ours; quantized within a turn."""
+    """Turns are ours and mlx-lm's, with a file between; quantization starts in one."""
     model, text = with_wide_heads(name)
     tokenizer = byte_tokenizer()
     file = str(tmp_path / "caches.safetensors")
@@ -671,7 +671,7 @@ def test_unknown_keywords_are_named() -> None:
 
 
 def test_caches_that_are_never_quantized_need_not_be_able_to() -> None:
-    """As in mlx-lm, the error is raised when the start is reached."""
+    """As in mlx-lm, it is an error only if the text can reach the start."""
     model, text = known("gemma3_text")
     options: dict[str, Any] = {"max_tokens": 9, "kv_bits": 4}
     start = len(PROMPT) + 10
@@ -691,7 +691,7 @@ def test_caches_that_are_never_quantized_need_not_be_able_to() -> None:
 
 
 def test_rows_that_are_decided_one_by_one_have_their_log_probabilities() -> None:
-    """A processor without promises is called for emitted tokens, row by row."""
+    """A processor not marked `pure` is called row by row, for emitted tokens only."""
     model, text = known("llama")
     calls: list[int] = []
 

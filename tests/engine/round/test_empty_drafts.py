@@ -113,7 +113,7 @@ def test_any_plan_of_drafts_gives_the_text_and_the_caches(
 
 
 def test_what_is_drafted_behind_a_step() -> None:
-    """`limit` counts the guess of the step's token; `settle` only if it is right."""
+    """`limit` counts the guess of the step's token; `settle` counts a right guess."""
     model, text = known("llama")
     first = len(PROMPT)
     # Two plain steps. Then, behind the third, a draft of five tokens: a guess of the
@@ -172,7 +172,7 @@ def test_a_draft_of_the_known_token_alone_is_no_draft() -> None:
 @pytest.mark.parametrize(("name", "kept"), covering(MODELS, [1, 2, 3]))
 def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
     model, text = known(name)
-    generator = SpeculativeGenerator(model, byte_tokenizer())  # installs recorders
+    generator = SpeculativeGenerator(model, byte_tokenizer())  # installs hooks
     run = PlannedRun(model, text, [0, 5], set())
     run.next_round()
     run.cut = lambda outcome: outcome.until(kept)

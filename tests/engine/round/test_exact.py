@@ -40,7 +40,7 @@ TOKENS = 20
 
 @pytest.fixture(name="short_steps")
 def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the step of views so short that every text passes several."""
+    """Let the views of caches grow in steps so short that every text needs several."""
     monkeypatch.setattr(
         "mlx_speculation.engine.options.generator.FixedShape",
         lambda rows=6: FixedShape(rows, 16),

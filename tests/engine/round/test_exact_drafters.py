@@ -1,7 +1,7 @@
 """In exact mode no kind of drafter changes a bit.
 
-Heads and assistants read states of the target, so their rounds run more operations than
-rounds without.
+Heads and assistants read states of the target, so rounds with them run more operations
+than rounds without them.
 """
 
 from collections.abc import Sequence

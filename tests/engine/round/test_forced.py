@@ -1,7 +1,7 @@
 """Tokens that a constraint forces are drafted before any drafter is asked.
 
 The text is that of plain decoding. Every forced token is accepted under every rule,
-since the mask leaves it all the probability.
+since the mask leaves all the probability to it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -101,7 +101,7 @@ def generator_of(name: str, draft: Any, acceptance: Any) -> SpeculativeGenerator
 def generated(
     name: str, draft: Any, length: int | None, acceptance: Any = "keyed", **options: Any
 ) -> Any:
-    # A new generator probes its model, so those without a stateful draft are kept.
+    # A new generator probes its model, so generators without a stateful draft are kept.
     kept = draft is None or isinstance(draft, Silent)
     make = generator_of if kept else generator_of.__wrapped__
     generator = make(name, draft, acceptance)
@@ -174,7 +174,7 @@ def test_the_text_is_that_without_forced_tokens(
     covering(PAIRS, {"greedy": GREEDY, "sampled": SAMPLED}, quick=(0, QUICK_PAIRS)),
 )
 def test_every_drafter_goes_on_after_forced_tokens(pair: str, chosen: str) -> None:
-    """Its caches and states are right: its choices follow the text, and most pass."""
+    """The drafter's caches and states are right: most of its tokens are accepted."""
     target, draft = PAIRS[pair]()
     sampling = {"greedy": GREEDY, "sampled": SAMPLED}[chosen]
     free = {n: dict.fromkeys(range(n, 256, 7), (n + 1) % 7) for n in range(7)}
@@ -206,7 +206,7 @@ def test_forced_tokens_are_accepted_under_every_rule(
     acceptance: Any, length: int
 ) -> None:
     """The first token is chosen in a plain step, and the choice after five forced
-    ones in the round that they are drafted in."""
+    ones in the round in which these are drafted."""
     result = generated(
         "llama",
         Silent(),
@@ -221,7 +221,7 @@ def test_forced_tokens_are_accepted_under_every_rule(
     assert (runs[:, 1:] == [11, 12, 13, 14, 15]).all()
     forced = result.stats.sources["forced"]
     assert forced.accepted == forced.drafted
-    # Two steps, and then mostly six tokens a round, or three.
+    # Two plain steps, then mostly six tokens a round (length 5) or three (length 2).
     assert result.stats.rounds == (8 if length == 5 else 14)
 
 
@@ -324,7 +324,7 @@ def demo_tokenizer() -> Any:
 
 
 def walks(schema: Schema) -> Iterator[tuple[Any, Constrained, list[int]]]:
-    """Yield a schema's states, and the tokens that lead there, by random choices."""
+    """Yield states along random choices, the constrained text, and the known tokens."""
     tokenizer, draw = demo_tokenizer(), np.random.default_rng(0)
     constraint = json_schema(schema, tokenizer, compact=True)
     usable = np.ones(2048, np.bool_)
@@ -345,7 +345,7 @@ def walks(schema: Schema) -> Iterator[tuple[Any, Constrained, list[int]]]:
 @given(schema=SCHEMAS)
 @settings(max_examples=EXAMPLES // 4)
 def test_forced_tokens_are_all_that_the_library_knows_of(schema: Schema) -> None:
-    """A tokenizer of 2,048 ids, most of several letters."""
+    """The tokenizer has 2,048 ids, most of which stand for several letters."""
     for state, text, path in walks(schema):
         known = state._matcher.compute_ff_tokens()
         assert text.forced(path, 100)[: len(known)] == known

@@ -50,7 +50,7 @@ class Walk:
 
     Attributes:
         calls: number of calls of the project's functions.
-        depth: most of them on the stack at once.
+        depth: the largest number of them on the stack at once.
         files: the modules, in the order in which they were first entered.
     """
 
@@ -167,7 +167,7 @@ def test_a_round_of_text_knows_nothing_of_images(length: int) -> None:
 def test_a_text_costs_a_target_that_reads_images_what_it_costs_another(
     length: int,
 ) -> None:
-    """Its forward has six more calls, for positions before and after an image."""
+    """The target's forward makes six more calls, for positions around an image."""
     target, tokenizer = tiny_vision.tiny("qwen3_vl"), tiny_vision.tokenizer()
     text = walk_of_a_round(length)
     before = walk_of_target(target, tokenizer, tiny_vision.VOCAB, length)
@@ -185,7 +185,7 @@ def test_the_round_reads_in_one_sitting() -> None:
     names = ("decoder", "round", "verify", "outcome")
     files = [Path(PACKAGE, "engine", "round", f"{name}.py") for name in names]
     texts = [file.read_text() for file in files]
-    assert sum(text.count("\n") for text in texts) < 840  # of one request, or many
+    assert sum(text.count("\n") for text in texts) < 840  # lines
     steps = [number for number in range(1, 9) if f"# {number}. " in "".join(texts)]
     assert steps == [*range(1, 9)]
 

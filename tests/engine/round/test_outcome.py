@@ -29,7 +29,7 @@ def outcome_of(one: Verified) -> RoundOutcome:
 
 
 def test_rows_of_shorter_drafts_beside_longer_ones_end_as_alone() -> None:
-    """A padded row that accepts all gets a bonus token; one without draft is a step."""
+    """A padded row that accepts all gets a bonus; a row without a draft is a step."""
     rows = [1, 2, 90, 90, 3, 4, 5, 6, 7, 90, 90, 90]
     together = outcomes(verified(rows, [1, 1, 0]), [1, 3, 0])
     alone = [
@@ -47,7 +47,7 @@ def test_a_row_ends_for_its_own_unusable_logits_and_for_no_others() -> None:
     rows = verified([1, 2, 3, 4, 5, 6], [1, 0, 1], unusable=(1, 3))
     first, second, third = outcomes(rows, [1, 1, 1])
     assert isinstance(first, NonFiniteLogitsError)
-    assert good(second).tokens == [3]  # the row behind its rejection does not count
+    assert good(second).tokens == [3]  # logits after its rejection do not count
     assert good(third).tokens == [5, 6]
 
 

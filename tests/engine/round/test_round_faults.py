@@ -70,7 +70,7 @@ def test_an_error_in_a_drafted_round_changes_nothing(name: str, step: Step) -> N
     model = build(name)
     expected = plain_text(name)
     draft = build(name)
-    # Installs the recorders on both.
+    # Installs the hooks of both models.
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
     run = run_of(model, draft, 3)
     drafter: Any = run.decoder.request.drafter
@@ -84,7 +84,7 @@ def test_an_error_in_a_drafted_round_changes_nothing(name: str, step: Step) -> N
     assert run.finish() == expected
     assert (
         run.decoder.request.statistics.acceptance_rate > 0.9
-    )  # a rotten draft cache is seen
+    )  # a wrong draft cache would lower it
     del generator
 
 
@@ -158,8 +158,8 @@ def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
 
 
 def test_a_drafter_that_cannot_roll_back_starts_over() -> None:
-    """Its model runs again for a partial acceptance, and then the target fails."""
-    target, draft = build("llama"), build("mamba")  # no recorders on the draft
+    """The draft model runs again for a partial acceptance; then the target fails."""
+    target, draft = build("llama"), build("mamba")  # no hooks on the draft
     expected = run_of(target, None, 0).finish()
     run = run_of(target, draft, 4)
     run.next_round()

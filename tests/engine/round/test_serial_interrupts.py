@@ -1,8 +1,8 @@
 """Interrupts raised inside a serial logits processor, which has a state.
 
-They are not signals, which wait for the end of a round. In a batch the request ends
-with its tokens so far, and other requests finish the round before the interrupt is
-raised.
+The processor raises them; signals would wait for the end of a round. In a batch the
+request ends with its tokens so far, and other requests finish the round before the
+interrupt is raised.
 """
 
 from typing import Any

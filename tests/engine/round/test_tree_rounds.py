@@ -68,7 +68,7 @@ def test_trees_leave_the_text_as_it_is(
     )
     assert PROMPT + result.tokens == text[: len(PROMPT) + TOKENS]
     assert not result.stats.drafter_faults
-    # What is right is taken, and nothing else.
+    # Right tokens are accepted, and no others.
     *settled, last = drafter.settled
     assert all(accepted == deepest for accepted, deepest in settled)
     assert last[0] <= last[1]
@@ -147,7 +147,7 @@ CHAINS: dict[str, dict[str, Any]] = {
 def test_where_trees_cannot_be_judged_chains_are_drafted(what: str) -> None:
     options = {"max_tokens": 12, **CHAINS[what]}
     drafter = TreeDrafter(plain("llama", GREEDY), 1.0)
-    args = TINY_MODELS["llama"].args | {"head_dim": 32}  # fewer mlx cannot quantize
+    args = TINY_MODELS["llama"].args | {"head_dim": 32}  # mlx cannot quantize fewer
     generator = SpeculativeGenerator(
         build_tiny(replace(TINY_MODELS["llama"], args=args)),
         byte_tokenizer(),
@@ -301,6 +301,6 @@ def test_what_cannot_have_trees_is_refused_when_the_generator_is_made() -> None:
         with_trees("llama", drafter, exact=True)
     with pytest.raises(UnsupportedCacheError, match="cannot hold a tree"):
         with_trees("qwen3_5", drafter)
-    model = census.build("nanochat")  # its positions are its own
+    model = census.build("nanochat")  # its rotary embedding is no module
     with pytest.raises(UnsupportedModelError, match="differ from those of its paths"):
         SpeculativeGenerator(model, byte_tokenizer(), draft=drafter, draft_tree=8)

@@ -28,7 +28,7 @@ class Forwards:
     """Shapes of the target's forwards, rolled back or committed.
 
     Attributes:
-        rehearsed: shapes that were fed before they were needed, with the context.
+        rehearsed: shapes fed before they were needed, each with the context then.
         compiled_in_rounds: shapes that a committed round was the first to feed.
     """
 
@@ -69,7 +69,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
 
 def dear(monkeypatch: pytest.MonkeyPatch, *, by_keys: bool = True) -> None:
-    """Make new shapes expensive: kernels by rows, and with `by_keys` plans by keys."""
+    """Make new numbers of positions expensive, and with `by_keys` new key ranges."""
     monkeypatch.setattr(requests, "cuda_serves", lambda: True)
     monkeypatch.setattr(warmup, "plans_by_keys", lambda caches: by_keys)
     monkeypatch.setattr(warmup, "_say_once", lambda: None)
@@ -96,7 +96,7 @@ def test_no_round_is_the_first_of_its_shape(
     dear(monkeypatch)
     texts(family, prompt_of(440), 140)
     assert forwards.compiled_in_rounds == []
-    # The shapes of the next 512 keys, before they are reached, one round at a time.
+    # The shapes of the next 512 keys are rehearsed before that, one in each round.
     ahead = [at for at, (_, keys) in forwards.rehearsed if keys == 1024]
     assert len(ahead) >= 5
     assert all(at < 512 for at in ahead[:5])
