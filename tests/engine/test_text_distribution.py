@@ -141,7 +141,7 @@ def count(
 
 
 def excess(counts: NDArray[np.int64], options: dict[str, Any]) -> float:
-    """Return chi-square over its bound at alpha 1e-4, by Wilson and Hilferty's cube.
+    """Return chi-square over its bound at alpha 1e-4, as Wilson and Hilferty do.
 
     Asserts that no text of probability 0 was counted.
     """
@@ -254,7 +254,7 @@ class Adversary(WrappedDrafter):
         return [(said >> n) % 7 / 7 for n in range(limit)]
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Draft with the model; one that looks cuts before the first odd token."""
+        """Draft with the model; if it looks, cut before the first odd token."""
         proposal: Proposal = self.inner.propose(sequence, limit, choose)
         if not self.looks:
             return proposal

@@ -106,7 +106,7 @@ def generator(kind: str, prefixes: PrefixCache) -> SpeculativeGenerator:
 
 
 def play(run: Run, sessions: list[Session], turns: int, side: bool) -> None:
-    """Let sessions have turns one after the other, with a small request between."""
+    """Let sessions take turns; if `side`, a small request follows each turn."""
     for turn in range(turns):
         for session in sessions:
             session.turn(run)

@@ -187,7 +187,7 @@ MADE: dict[str, tuple[Callable[[], tuple[Any, str]], int]] = {
     "phi4_siglip": (phi4, 2),
     "kimi_vl": (kimi, 2),
     "locateanything": (locate, 2),
-    "paddleocr_vl": (paddle, 1),  # more must have one size
+    "paddleocr_vl": (paddle, 1),  # several must have one size
     "ernie4_5_moe_vl": (ernie, 2),
     "granite_vision": (partial(granite, "granite_vision", "GraniteVisionProcessor"), 1),
     "granite4_vision": (

@@ -63,7 +63,7 @@ def opened(
 
 
 def left(prefixes: PrefixCache, tokens: Sequence[int]) -> dict[int, Snapshot]:
-    """Return the rows that a cache holds of a text, by the reusable prefix."""
+    """Return the cached rows of a text, by the length of each reusable prefix."""
     by_stop: dict[int, Snapshot] = {}
     for stop in range(1, len(tokens) + 1):
         taken = prefixes.lookup(0, tokens[:stop])

@@ -44,7 +44,7 @@ from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
-# A hybrid target; heads with a window, with two caches, of one token, of a chain.
+# A hybrid target; heads with a window, two caches, one token a draft, chained layers.
 COMMON = ("qwen3_5", "mimo_v2_flash", "deepseek_v32", "mimo", "step3p5")
 OTHERS = (
     *("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm_moe_dsa", "glm4_moe"),
@@ -139,7 +139,7 @@ def test_a_head_of_few_ids_drafts_no_others() -> None:
 def test_rounds_without_drafts_are_caught_up_with(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds also while steps are in flight, and for more rounds than a window."""
+    """This holds also while steps are in flight, and for more tokens than a window."""
     made, drafted = head_bench("llama"), []
     for lag in (1, 3, 64):
         monkeypatch.setattr(shared_head, "LONGEST_LAG", lag)
@@ -328,7 +328,7 @@ def test_a_target_that_cannot_commit_leaves_the_head_as_it_was(
 
 @pytest.mark.parametrize("call", [1, 3, 7, 8, 9, 12])
 def test_a_head_that_raises_is_disabled(call: int) -> None:
-    """An error in a prefill disables it for that row; in a round, for all rows."""
+    """An error in a prefill disables the head for that row; in a round, for all."""
     made = head_bench("llama")
     generator = made.generator("mtp")
     with BatchGenerator(generator) as batch:

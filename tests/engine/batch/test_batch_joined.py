@@ -495,7 +495,7 @@ def test_quantized_requests_share_forwards() -> None:
 
 
 def test_a_shared_draft_model_reads_what_others_have_drafted() -> None:
-    """After forced tokens and lookups it has missed different numbers of tokens."""
+    """Forced tokens and lookups let it miss different numbers of tokens in each row."""
     target = build("llama", vocab=260)
     for draft in (target, CascadeDraft(target, LookupDraft())):
         made = SpeculativeGenerator(target, TOKENIZER, draft=draft, draft_length=3)

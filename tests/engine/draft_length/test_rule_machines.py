@@ -154,7 +154,7 @@ def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
 def test_kept_costs_that_are_wrong_are_corrected(
     costs: dict[int, float], wrong: float, right: float
 ) -> None:
-    """Kept costs of drafts, or of all rounds, are ten times or a tenth of the real."""
+    """Kept costs of drafts or all rounds are ten times the real ones or a tenth."""
     machine, text = machine_of(costs), text_of(right, 1000)
     for plain in (1.0, wrong):
         kept = {n: wrong * seconds if n else plain for n, seconds in costs.items()}

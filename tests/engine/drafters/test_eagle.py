@@ -57,7 +57,7 @@ def draft_of(dialect: str, name: str) -> Any:
 OTHERS = [dialect for dialect in DIALECTS if dialect != "specforge"]
 CASES = [
     *(("specforge", name) for name in TARGETS),
-    # The authors' files name no layers; of four, the first, third and last are read.
+    # The authors' files name no layers; of a target's four, heads read 0, 2 and 3.
     *((dialect, "qwen3_5" if dialect == "authors" else "llama") for dialect in OTHERS),
     *((dialect, name) for dialect in PARALLEL for name in TARGETS),
 ]

@@ -97,7 +97,7 @@ class TreeOracle(OracleMtp):
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Any, layer: int = 0
     ) -> HeadOutput:
-        """Run slots (states with tokens), or the nodes of a level, at one position."""
+        """Run slots (a state and a token each), or nodes of a level at one position."""
         (view,) = caches
         if not isinstance(view, TreeView):
             return super().rows(hidden, tokens, caches, layer)

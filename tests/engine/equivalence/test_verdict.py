@@ -1,4 +1,4 @@
-"""The verdict on rows that were verified at once and one by one, for made-up rows."""
+"""The verdict on made-up rows that were verified at once and one by one."""
 
 import pytest
 

@@ -134,7 +134,7 @@ def test_without_a_draft_any_sampler_gives_mlx_lms_text_of_a_seed() -> None:
         sampler = sample_utils.make_sampler(
             temp=1.0, top_p=0.95, xtc_probability=0.5, top_k=30
         )
-        # Building a model seeds mlx.random, so it is built before.
+        # Building a model seeds mlx.random, so the model is built first.
         model, tokenizer = model_of(name), byte_tokenizer()
         texts = []
         for generate in (mlx_lm.stream_generate, stream_generate):

@@ -360,7 +360,7 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
 def test_caches_go_round_through_mlx_lms_files(
     name: str, bits: int | None, tmp_path: Path
 ) -> None:
-    """Turns are ours and mlx-lm's, with a file between; quantization starts in one."""
+    """Turns are ours and mlx-lm's, with a file between; one turn starts to quantize."""
     model, text = with_wide_heads(name)
     tokenizer = byte_tokenizer()
     file = str(tmp_path / "caches.safetensors")
@@ -671,7 +671,7 @@ def test_unknown_keywords_are_named() -> None:
 
 
 def test_caches_that_are_never_quantized_need_not_be_able_to() -> None:
-    """As in mlx-lm, it is an error only if the text can reach the start."""
+    """As in mlx-lm, it is an error only if the text can reach quantized_kv_start."""
     model, text = known("gemma3_text")
     options: dict[str, Any] = {"max_tokens": 9, "kv_bits": 4}
     start = len(PROMPT) + 10

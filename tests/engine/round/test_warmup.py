@@ -96,7 +96,7 @@ def test_no_round_is_the_first_of_its_shape(
     dear(monkeypatch)
     texts(family, prompt_of(440), 140)
     assert forwards.compiled_in_rounds == []
-    # The shapes of the next 512 keys are rehearsed before that, one in each round.
+    # The shapes of the next 512 keys are rehearsed in advance, one in each round.
     ahead = [at for at, (_, keys) in forwards.rehearsed if keys == 1024]
     assert len(ahead) >= 5
     assert all(at < 512 for at in ahead[:5])
