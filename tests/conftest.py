@@ -54,9 +54,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests of large matrices in the process with OpenBLAS, unless this is it.
+    """Run tests of large matrices in a process with OpenBLAS, unless this is one.
 
-    In that process `MLX_SPECULATION_BLAS` is "auto".
+    The fixture `reader` is that process; there `MLX_SPECULATION_BLAS` is "auto".
     """
     if os.environ["MLX_SPECULATION_BLAS"] != "auto":
         for item in items:
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test of large matrices in that process."""
+    """Run a test of large matrices in the process with OpenBLAS."""
     reader: Any = pyfuncitem.funcargs.get("reader")
     if reader is None or pyfuncitem.get_closest_marker("openblas") is None:
         return None
@@ -80,9 +80,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_collection_finish() -> None:
     """Freeze the imported objects, and let torch's loggers propagate.
 
-    Each garbage collection of a test would take half a second for the imported modules.
-    And pytest adds a handler to each logger that does not propagate, six times a test;
-    torch has sixty of these.
+    Unfrozen, the imported objects would cost each garbage collection half a second. And
+    pytest adds a handler to each logger that does not propagate, six times a test;
+    torch has sixty such loggers.
     """
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
@@ -129,7 +129,7 @@ def _reader() -> Iterator[Reader]:
 def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let EAGLE heads read the usual layers; probing the bundled head takes seconds.
 
-    The probe is tested in tests/models/eagle, with that head in test_resolve_named.py.
+    tests/models/eagle/test_eagle_probe.py tests the probe.
     """
 
     def usual(head: Any, model: Any, readings: Any, starts: Any) -> Any:
@@ -209,7 +209,7 @@ def _exact_buffers() -> Iterator[None]:
 def _on_the_cpu() -> Iterator[None]:
     """Compute on the CPU, for tests of stock operations on machines with CUDA.
 
-    CUDA rounds products of float32, and has kernels for more operations.
+    CUDA rounds float32 products more coarsely, and has kernels for more operations.
     """
     with mx.stream(mx.cpu):
         yield

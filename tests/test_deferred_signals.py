@@ -1,6 +1,6 @@
 """Ctrl-C during a finalizer is raised afterwards; Python alone would drop it.
 
-The tests raise a signal at each opcode of the module. A signal before the first
+The tests raise a signal at each opcode of `interrupts.py`. A signal before the first
 instruction of a finalizer cannot be caught by any code.
 """
 

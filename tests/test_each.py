@@ -1,4 +1,4 @@
-"""A grid in one test runs every combination, and names one that fails."""
+"""`each` runs every combination of values in one test, and names one that fails."""
 
 import inspect
 

@@ -1,6 +1,6 @@
 """Texts of errors that a caller can cause, if no other test checks them.
 
-A text says what is wrong, gives the two values, and says what to do.
+A text says what is wrong, names the given and the needed value, and says what to do.
 """
 
 import re

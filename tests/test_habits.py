@@ -22,7 +22,7 @@ HOME = "https://github.com/mlx-speculation/mlx-speculation"
 
 
 def read(path: Path) -> Any:
-    """Return a YAML file, in which the key "on" of a workflow becomes true."""
+    """Return the content of a YAML file; the key "on" of a workflow becomes True."""
     return yaml.safe_load(path.read_text("utf-8"))
 
 

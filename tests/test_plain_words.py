@@ -17,7 +17,7 @@ SOURCES = (*PLAIN, "tests/")
 RELATIVE = re.compile(r"(What|Which|Whether|How|Who|Whose|Where|When)\b")
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 DOCUMENTED = ast.Module | ast.ClassDef | FUNCTION
-# Vague names. Use the thing itself: drafters, kept_rows, requests, feedback, next_plan.
+# Vague names. Better names are: drafters, kept_rows, requests, feedback, next_plan.
 NAMES = {"found", "own", "held", "asked", "became", "begun", "following"}
 # Private words. In this order, use: tolerates_invalid_logits, is_draft, sequential,
 # probed, distribution, fix, received.

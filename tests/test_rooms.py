@@ -24,7 +24,7 @@ FRONT = "src/mlx_speculation"
 FOLDERS = ("samplers", "caches", "models", "engine")
 FULL = 15
 LONG = 400
-# Most lines of a function and of a class, with their docstrings
+# Largest number of lines of a function and of a class, docstrings included
 LONGEST = {ast.FunctionDef: 60, ast.AsyncFunctionDef: 60, ast.ClassDef: 250}
 
 # A layer may import from earlier layers; rooms of one layer do not import each other.
@@ -157,7 +157,7 @@ BELOW = {
     "models": {"caches", "samplers", *SHARED},
     "engine": {"models", "caches", "samplers", *SHARED},
 }
-# Parts of the front door that import the engine; the rest imports no mlx.
+# Parts of src/mlx_speculation that import the engine; its other parts do not.
 DOORS = {f"{FRONT}/{name}" for name in ("__init__", "cli", "server", "training")}
 
 
@@ -293,7 +293,7 @@ def back_edges() -> set[str]:
 
 
 def outward() -> set[str]:
-    """Return imports from another folder that is not below, or past the doors."""
+    """Return imports that BELOW forbids, and those of the engine outside of DOORS."""
     wrong = set()
     for module in modules():
         folder, name = folder_of(module), f"{module}/"

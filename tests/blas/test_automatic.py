@@ -31,7 +31,7 @@ CLEAN = dict.fromkeys(
         "PYTHONWARNINGS",
     )
 )
-# Prints which BLAS serves mlx, by the linker and by the last bits of a product.
+# Prints which BLAS mlx uses, as the linker and the last bits of a product show.
 SERVED = (
     """
 from mlx_speculation.blas import blas_in_use
@@ -47,7 +47,7 @@ OPENBLAS, STOCK = ("True", "False"), ("False", "True")
 def served_by(
     code: str, *options: str, **environment: str | None
 ) -> tuple[tuple[str, str], str]:
-    """Run a program; return the BLAS it uses, found in two ways, and its own output."""
+    """Run a program; return its BLAS, found in two ways, and the description of it."""
     said, in_order = run_python(code + SERVED, *options, **{**CLEAN, **environment})
     in_front, _, words = said.partition(" ")
     return (in_front, in_order), words
@@ -99,8 +99,8 @@ def test_the_program_and_what_it_starts_keep_their_environment() -> None:
     assert run_python(code, **CLEAN) == ["True"]
 
 
-# Nothing here loads mlx-lm, which takes longer than all these tests. The first line
-# also blocks torch, so that the later lines have the numbers as in a program.
+# The program does not load mlx-lm, which takes longer than all these tests. Its first
+# line also blocks torch: a line for that would shift the numbers of the others.
 MLX_FIRST = """import sys; sys.modules["torch"] = None; import mlx.core
 {use}
 import mlx_speculation

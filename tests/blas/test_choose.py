@@ -129,7 +129,7 @@ def test_openblas_is_loaded_for_all_cores_and_child_processes_get_nothing_of_it(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two threads on two cores do not spin beside mlx, unless the user wants it."""
+    """Idle threads do not spin beside mlx on two cores; a user's timeout is kept."""
     _clear_threads(monkeypatch)
     for name, value in set_by_user.items():
         monkeypatch.setenv(name, value)
@@ -142,7 +142,7 @@ def test_openblas_is_loaded_for_all_cores_and_child_processes_get_nothing_of_it(
 @linux
 @with_openblas
 def test_texts_set_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenBLAS itself reports the number, before, during and after texts."""
+    """OpenBLAS itself reports its number of threads before, during and after texts."""
     _clear_threads(monkeypatch)
     code = """
 import ctypes, os
@@ -183,7 +183,7 @@ def test_what_is_in_use_may_be_asked_for_again_and_cannot_be_taken_out() -> None
     assert "start a new process" in message
 
 
-# Acts as on a machine without the wheel.
+# Lets the process act as on a machine without the wheel.
 NO_WHEEL = (
     "from mlx_speculation.blas import choose; choose.wheel_version = lambda: None\n"
 )
@@ -191,7 +191,7 @@ NO_WHEEL = (
 
 @pytest.fixture(name="own_system", scope="module")
 def _own_system(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return code after which this OpenBLAS is the one of the system."""
+    """Return code that passes off a copy of the wheel's OpenBLAS as the system's."""
     library = tmp_path_factory.mktemp("system") / "system.so"
     openblas_wheel._write(library)
     return (

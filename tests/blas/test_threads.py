@@ -52,7 +52,7 @@ def test_a_text_gets_all_idle_cores_else_half_else_one_thread(
 
 @pytest.mark.parametrize("cores", [1, 2, 4, 64])
 def test_two_busy_processes_never_have_more_threads_than_cores(cores: int) -> None:
-    """With more threads they wait for each other, at a tenth of their speed."""
+    """With more threads, processes wait for each other, at a tenth of their speed."""
     plan = plan_threads(cores, {})
     for used in range(1, cores + 1):
         assert plan.threads(cores - used) + used <= max(cores, used + 1)
@@ -160,7 +160,7 @@ def test_texts_keep_their_number_and_exact_ones_have_always_the_same(
 
 
 class Clock:
-    """A machine of 4 cores; the test sets the seconds that it counts."""
+    """A machine of 4 cores, whose clock advances only in `run` and `sleep`."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.busy = self.process_seconds = 100.0
@@ -175,7 +175,7 @@ class Clock:
     def run(
         self, seconds: float, others: float = 0.0, this_process: float = 0.0
     ) -> None:
-        """Let time pass while others and this process use that many cores."""
+        """Let time pass while other programs and this process use these many cores."""
         self.now += seconds
         self.busy += seconds * (others + this_process)
         self.process_seconds += seconds * this_process

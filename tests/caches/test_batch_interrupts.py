@@ -1,7 +1,7 @@
-"""Ctrl-C between any two lines of a ragged round does not change any row.
+"""Ctrl-C between any two lines of a round of a batch does not change any row.
 
-As in tests/caches/test_interrupts.py, the interrupt is raised at each line that
-mlx-lm's caches and the journals run, until a round finishes without one.
+As in tests/caches/test_interrupts.py, the interrupt is raised at one line after another
+of mlx-lm's caches and the journals, until a round ends without an interrupt.
 """
 
 from pathlib import Path

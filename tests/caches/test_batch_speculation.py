@@ -1,4 +1,4 @@
-"""Batches in a speculation: refusals, free operations, and the width of rows."""
+"""Batches in a speculation: refusals, operations without copies, width of rows."""
 
 from typing import Any
 
@@ -195,7 +195,7 @@ def test_every_kind_of_batch_presents_a_journal_of_rows(kind: AttentionKind) -> 
 def test_the_width_stays_bounded_over_a_thousand_rounds(
     window: int | None, turns: bool
 ) -> None:
-    """Two rows alternately keep few tokens; their common padding is dropped."""
+    """One row, or one after another, keeps few tokens; common padding is dropped."""
     kind = AttentionKind(window=window, step=32)
     lengths, cache = [5, 0, 3], merged(kind, [5, 0, 3])
     widest = 0

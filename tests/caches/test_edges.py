@@ -1,4 +1,4 @@
-"""Edge cases outside random tests: file limits, large offsets, odd lengths."""
+"""Edge cases that no random test reaches: file limits, large offsets, odd lengths."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Ctrl-C between any two lines of a round does not change the caches.
 
-A signal can arrive anywhere, so a trace function raises the interrupt at each line that
-mlx-lm's caches and the journals run, until a round finishes without one.
+A signal can arrive anywhere, so a trace function raises the interrupt at one line after
+another of mlx-lm's caches and the journals, until a round ends without an interrupt.
 """
 
 from collections.abc import Callable, Iterator
@@ -105,7 +105,7 @@ def rows(position: int, width: int, serial: int) -> Rows:
 
 
 def assert_all_same(by_line: dict[int, Any], expected: Any) -> None:
-    """Require equal contents after an interrupt at each line, with one evaluation."""
+    """Require equal contents after an interrupt at each line, in one evaluation."""
     lines = read([expected, *by_line.values()])
     for line, each in zip(by_line, lines[1:], strict=True):
         assert_same(each, lines[0], f"interrupted at line {line}")

@@ -1,4 +1,4 @@
-"""The transaction: its refusals and endings, without loss of rows."""
+"""A speculation refuses wrong uses, and ends in every way without loss of rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -398,7 +398,7 @@ def test_running_again_equals_plain_decoding(name: str, keep: int) -> None:
 
     with Speculation(caches, rerun=rerun) as speculation:
         model(BLOCK, cache=speculation.caches)
-        # If no layer counts positions, only the caller knows whether this is a part.
+        # If no layer counts positions, only the caller knows whether `keep` is a part.
         if speculation.written is not None:
             speculation.prepare(keep)
         speculation.commit(keep)

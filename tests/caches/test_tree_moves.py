@@ -1,6 +1,6 @@
-"""Caches in a round with a tree: the views of its rows, and the rows that stay.
+"""Caches in a round with a tree: what its rows see, and the rows that stay.
 
-Rows hold their serial numbers, so a wrong row shows.
+Rows hold their serial numbers, so a wrong row is noticed.
 """
 
 import random
@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def written(cache: Any, serials: list[int]) -> Any:
-    """Write rows with these numbers; return the result of the write."""
+    """Write rows with these serial numbers; return the result of the write."""
     keys = mx.broadcast_to(
         mx.array(serials, mx.float32)[None, None, :, None], (1, 2, len(serials), 32)
     )
@@ -82,7 +82,7 @@ def test_a_cache_after_a_path_equals_one_that_saw_its_tokens(
                     speculation.rollback()
                     keep = 0
             else:
-                keep = 0  # leaving rolls back
+                keep = 0  # the end of the block rolls back
         for twin in twins if keep else ():
             if isinstance(twin, RotatingKVCache):
                 written(twin, moved[:keep])
@@ -183,7 +183,7 @@ def test_a_move_that_is_interrupted_is_rolled_back(
 def test_keys_in_whole_steps_have_masks_of_trees(
     kind: str, kept_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA uses such keys; the buffer after the written rows is masked."""
+    """On CUDA the number of keys is a multiple of a step; unwritten rows are masked."""
     for module in (padded_kv, sliding_kv):
         monkeypatch.setattr(module, "asks_cudnn", lambda dtype: True)
     cache = KVCache() if kind == "KVCache" else SlidingKVCache(6, 600)
@@ -192,7 +192,7 @@ def test_keys_in_whole_steps_have_masks_of_trees(
     rows = tree_rows(mx.array([-1, 0, 0, 1]), levels=3)
     with Speculation([cache], key_steps=True) as speculation:
         (view,) = tree_views(speculation.caches, rows)
-        for _ in range(2):  # a second one, as the levels of a head
+        for _ in range(2):  # again, as for the next level of a head's tree
             mask = np.array(view.make_mask(5, return_array=True))
             keys = np.array(written(view, [100, 101, 102, 103, 104])[0][0, 0, :, 0])
             assert mask.shape == (5, len(keys))

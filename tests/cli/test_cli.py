@@ -28,7 +28,7 @@ def test_demo_finds_the_same_tokens_for_every_target_and_group(
     prompts = [replace(each, text=each.text[:20]) for each in one_prompt_per_group()]
     monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts[:groups])
     monkeypatch.setattr(f"{DEMO}._Teller._warm", lambda *_: None)
-    # A fixed length needs no calibration, which test_calibrate_prints_... tests.
+    # A fixed length needs no calibration, which test_other_commands.py tests.
     done = commands("demo", "--max-tokens", "2", "--draft-length", "1")
     assert done.exit_code == 0, done.output
     for target in ("dense", "sliding", "hybrid"):

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first ends a command in order, a second one in 2 seconds."""
+"""A first SIGINT or SIGTERM ends a command in order, a second one in 2 seconds."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def started(*options: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_second_signal_ends_what_no_handler_interrupts() -> None:
-    """The prompt is one chunk, which takes 20 seconds."""
+    """The prompt is read in one forward, which takes 20 seconds."""
     with started("generate", DENSE, *LONG) as process:
         assert process.stderr is not None
         for line in process.stderr:

@@ -1,4 +1,4 @@
-"""Progress and objects as commands show them."""
+"""Progress, tables and JSON values as commands show them."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The page of a generation: its contents; texts cannot break it."""
+"""The page of a generation: its contents, which no text can break."""
 
 import json
 from collections import Counter

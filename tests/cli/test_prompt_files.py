@@ -1,4 +1,4 @@
-"""`generate --prompt-cache-file`: tokens read by mlx_lm.cache_prompt are kept."""
+"""`generate --prompt-cache-file`: what mlx_lm.cache_prompt read is not read again."""
 
 import sys
 from pathlib import Path

@@ -221,7 +221,7 @@ def test_an_empty_prompt_is_refused(
     assert "The prompt is empty" in commands.refused(*PLAIN, "-p", "")
     assert "The prompt is empty" in commands.refused(*PLAIN, text="")
     assert "The prompt is empty" in commands.refused(*PLAIN, "-p", "-", text=b"")
-    # Nobody waits for one on a terminal.
+    # On a terminal, the command does not wait for a prompt.
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("mlx_speculation.cli.inputs.sys", terminal)
     said = commands.refused(*PLAIN)
@@ -352,7 +352,7 @@ def test_a_missing_library_is_a_line(
 def test_notes_are_lines_without_a_path_of_the_source(
     commands: Commands, tmp_path: Path
 ) -> None:
-    config, target, _ = make("mimo")  # its config names a head that it lacks
+    config, target, _ = make("mimo")  # its config names a head; the folder has none
     write_folder(tmp_path, config, [flat(target)], kind="mlx")
     done = commands("generate", str(tmp_path), "-p", "hi", "-m", "2")
     assert done.exit_code == 0

@@ -125,7 +125,7 @@ def extras() -> set[str]:
 
 
 def _pip(words: list[str]) -> None:
-    """Installing takes the network and minutes: only the extras are checked."""
+    """Installing needs a network and takes minutes: only the extras are checked."""
     assert words[1] == "install", words
     for named in re.findall(r"\[([\w,]+)\]", " ".join(words)):
         assert set(named.split(",")) <= extras(), words
@@ -161,7 +161,7 @@ def _curl(words: list[str]) -> None:
 
 
 def _shell(words: list[str]) -> None:
-    """The command changes the shell, or fetches the environment of the tests."""
+    """The command changes the shell, or prepares the environment of the tests."""
     assert words in (
         ["git", "clone", "https://github.com/mlx-speculation/mlx-speculation"],
         ["cd", "mlx-speculation"],

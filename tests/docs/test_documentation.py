@@ -27,7 +27,7 @@ def test_what_is_shown_imports_this_package_before_mlx() -> None:
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    """The other names on it are of objects that functions of these return or take."""
+    """The page's other names are of objects that public functions return or take."""
     text = (DOCS / "api.md").read_text("utf-8")
     listed = {line.rpartition(".")[2] for line in text.splitlines() if ":::" in line}
     listed -= {"BatchStatistics", "Chunk", "Drafter", "Journal", "Proposal", "Result"}
@@ -50,7 +50,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_pages_can_be_searched_without_a_server_or_a_network() -> None:
-    """The search needs the plugin, and a local copy of the script that it loads."""
+    """The search needs the plugin `offline` and a local copy of the plugin's script."""
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert re.search(r"^  - offline\b", text, re.MULTILINE)
     (polyfill,) = re.findall(r"polyfills: \[(\S+)\]", text)
@@ -83,7 +83,7 @@ def targets(page: Path) -> list[str]:
 
 
 def test_links_of_the_readme_work_anywhere_it_is_shown() -> None:
-    """PyPI shows the README too, where relative links lead nowhere."""
+    """PyPI shows the README too, and relative links lead nowhere there."""
     links = targets(README)
     assert links
     assert not [link for link in links if not link.startswith(("https://", "#"))]

@@ -1,8 +1,8 @@
-"""Names of files, modules and objects of this package, wherever they are written.
+"""Files, modules and objects of this package that texts name have to exist.
 
 Pages, docstrings and comments name a path (`engine/round/verify.py`), a dotted name
 (`mlx_speculation.caches.registry`, `engine.Drafter`) or a file alone (`registry.py`).
-Each of them has to exist, so that texts are changed when code moves.
+The test fails if code moves and the texts are not changed.
 """
 
 import ast
@@ -120,7 +120,7 @@ def unknown(text: str) -> Iterator[str]:
 
 
 def test_what_is_named_is_there() -> None:
-    """Parsing is slow, so prose is taken only of files with unknown names somewhere."""
+    """Parsing is slow, so only files that have unknown names anywhere are parsed."""
     whole = {name: (ROOT / name).read_text("utf-8") for name in texts()}
     doubtful = [name for name, text in whole.items() if any(unknown(text))]
     unknown_names = {name: sorted(unknown(prose(name))) for name in doubtful}

@@ -28,7 +28,7 @@ INSTEAD = {
 
 
 def private(text: str) -> list[str]:
-    """Return the private words of a text, without names of files and code."""
+    """Return the private words of a text, except those in code and names of files."""
     words = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
     words = " ".join(words.split())
     return [

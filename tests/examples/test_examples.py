@@ -24,7 +24,7 @@ SAYS = {
 }
 LONG = ("own_benchmark",)  # takes ten seconds
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# The page on extending has longer ones, which tests/docs/test_extending.py runs.
+# The page on extending has longer examples, which tests/docs/test_extending.py runs.
 ALL = sorted((ROOT / "examples").rglob("*.py"))
 
 
@@ -65,7 +65,7 @@ def test_the_first_page_lists_the_examples() -> None:
 
 
 def test_examples_use_public_names_alone_but_for_the_drafters_types() -> None:
-    """Public names are those of the package, of the four folders, and of the demo."""
+    """Public names are those of mlx_speculation, its four folders, and its demo."""
     for example in ALL:
         for node in ast.walk(ast.parse(example.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "mlx_speculation":

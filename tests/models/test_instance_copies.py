@@ -14,7 +14,7 @@ from mlx_speculation.models.observer import OBSERVED
 
 
 class Plain(nn.Module):
-    """Holds an array, a part and an attribute."""
+    """Holds an array, a submodule and an attribute."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ WAYS = [copy.copy, copy.deepcopy, pickled, old_pickled, in_python]
 
 
 def shown(module: Any) -> Any:
-    """Return class, attributes and arrays of a module, and the class of its part."""
+    """Return class, attributes and arrays of a module, and its submodule's class."""
     names = {k: v for k, v in vars(module).items() if not isinstance(v, nn.Module)}
     values = {k: v.tolist() for k, v in module.items() if isinstance(v, mx.array)}
     return type(module), names, values, type(module.norm)

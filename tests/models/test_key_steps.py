@@ -47,7 +47,7 @@ def test_each_model_that_counts_as_tried_is_tried_here() -> None:
 
 def test_other_models_get_the_native_keys() -> None:
     class Model(type(build("llama"))):  # type: ignore[misc]
-        """A class of one's own, which may have its own attention."""
+        """A user's class, which may have its own attention."""
 
     model = build("llama")
     assert takes_key_steps(model)
@@ -98,7 +98,7 @@ def test_rounds_in_whole_steps_compute_what_native_rounds_do(
 
 @pytest.mark.parametrize("name", others_slow(BATCHED, QUICK))
 def test_a_batch_in_whole_steps_computes_what_a_native_one_does(name: str) -> None:
-    """Three rows of different lengths keep ragged prefixes, and go past many steps."""
+    """Three rows keep prefixes of different lengths, and go past many steps."""
     model = build(name)
     hooks = ModelHooks(model)
     lanes = [BatchLane(model), BatchLane(model)]

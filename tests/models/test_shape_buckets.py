@@ -1,6 +1,6 @@
 """A batch padded to one of few sizes computes the same as a batch of its own size.
 
-Sizes are used on CUDA. The tests switch them on.
+Such sizes are used on CUDA. The tests switch them on.
 """
 
 from typing import Any

@@ -322,7 +322,7 @@ def an_assistant(folder: Path) -> Path:
 def test_a_drafter_in_the_place_of_a_target_is_named(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """The error says that it is a drafter, not which files or tensors it lacks."""
+    """The error says that the folder is a drafter, not which files it lacks."""
     folder = make(tmp_path)
     said = r"this is a drafter for another model.*--draft"
     for _ in range(2):
@@ -332,7 +332,7 @@ def test_a_drafter_in_the_place_of_a_target_is_named(
             SpeculativeGenerator.from_pretrained(folder, draft="lookup")
         with pytest.raises(ModelFolderError, match=said):
             train(folder, tmp_path / "out", TrainOptions())
-        (folder / "tokenizer_config.json").write_text("{}")  # then with a tokenizer
+        (folder / "tokenizer_config.json").write_text("{}")  # again, with a tokenizer
 
 
 def test_a_drafter_that_claims_to_be_a_llama_is_known_by_its_tensors(

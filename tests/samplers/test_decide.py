@@ -33,7 +33,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[list[Ask], int]:
-    """Draw some requests, and the length of the widest draft."""
+    """Draw some requests, and a draft length that none of them exceeds."""
     rules: list[Acceptance] = ["keyed", "keyed", "keyed", "rejection", "block"]
     rows, width = [], draw(st.integers(0, 4))
     for _ in range(draw(st.integers(1, 6))):

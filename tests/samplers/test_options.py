@@ -97,10 +97,10 @@ def test_rows_together_and_beside_padding_score_as_each_row_alone(
 
 
 def mlx_lms_kept(processed: mx.array, filters: dict[str, Any], coin: float) -> mx.array:
-    """Return what mlx-lm's filters leave in the order of `make_sampler`, given a coin.
+    """Return which ids mlx-lm's filters keep, in `make_sampler`'s order, given a coin.
 
-    They get logits, as ours do; what they make of log-probabilities, and of top-p,
-    which is ours here, is in the tests of filters.
+    They get logits, as ours do, and top-p is ours. test_filters.py compares
+    top-p, and the filters of log-probabilities, with mlx-lm's.
     """
     left = processed
     if 0 < filters["top_p"] < 1:
@@ -130,7 +130,7 @@ def test_the_distribution_is_mlx_lms(
     rows: Rows,
     key: int,
 ) -> None:
-    """It applies processors, then filters, then temperature, equal to the last bit."""
+    """Processors, filters and temperature apply in this order, equal bit for bit."""
     sampling = Sampling(**penalties, **filters, temperature=temperature, seed=key)
     chooser = Chooser(sampling, VOCAB)
     logits = some_logits(key, rows.count)

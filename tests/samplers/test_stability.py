@@ -34,7 +34,7 @@ CHOSEN = {
 
 
 def test_a_seed_has_the_noise_that_it_always_had() -> None:
-    """Another stream would change every sampled text of every user."""
+    """Other noise would change every sampled text of every user."""
     key = stream_key(12345678901234567890, CHOICE)
     noise = gumbel(key, mx.array([0, 1, 100_000]), 5)
     np.testing.assert_allclose(np.array(noise), np.array(NOISE), rtol=1e-5)

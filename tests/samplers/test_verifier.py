@@ -40,7 +40,7 @@ def verifier_of(options: dict[str, Any], acceptance: Acceptance) -> Verifier:
 def drafted_by(
     verifier: Verifier, key: int, k: int
 ) -> tuple[mx.array, mx.array | None, list[int]]:
-    """Draft k tokens from random logits; return logits, distributions and tokens."""
+    """Draft k random tokens; return tokens, their distributions, and the list."""
     tokens: list[mx.array] = []
     distributions: list[mx.array] = []
     for index in range(k):
@@ -252,7 +252,7 @@ def test_the_chosen_token_goes_first_among_equals(
     levels: float,
     dtype: mx.Dtype,
 ) -> None:
-    """`levels` is the distance of logits that differ; some cannot be chosen."""
+    """Logits times `levels` are rounded, so many are equal; some cannot be chosen."""
     verifier = verifier_of(options, acceptance)
     logits, drafted = mx.round(levels * logits_of(key, 3)), mx.array([2, 7], mx.uint32)
     logits[:, 9:] = -mx.inf

@@ -341,7 +341,7 @@ def test_steady_forwards_are_fed_their_own_choices_and_leave_no_rows(
 def test_single_tokens_take_the_ways_of_a_round_where_they_are_drafts(
     folder: Path, drafts: bool
 ) -> None:
-    """As in a round, a plain step uses mlx's operations, and a draft does not."""
+    """A plain step uses mlx's operations, a single drafted token those of a round."""
     model, _ = load(folder)
     kind: Any = type(model)
     ways: list[bool] = []

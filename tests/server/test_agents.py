@@ -123,7 +123,7 @@ class Session:
 def file_steps(
     tools: Sequence[str], fields: Sequence[str], file: Path, names: Sequence[str]
 ) -> list[str]:
-    """Return steps for tools that read, edit and run, and fields of the first two."""
+    """Return steps with tools to read, edit and run; `fields` of the first two."""
     (read, edit, shell), (path, old, new) = tools, fields
     changed = {path: str(file), old: "a - b", new: "a + b"}
     ran = call(shell, json.dumps({"command": RUN, "description": "Runs it"}))

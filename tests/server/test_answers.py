@@ -247,7 +247,7 @@ def test_log_probabilities_are_those_of_the_library(
 
 
 def make_words(strips: bool | None) -> Callable[..., SpeculativeGenerator]:
-    """Return a factory of generators: sentence pieces, or bytes if strips is None."""
+    """Return a maker of generators with sentence pieces, or bytes if strips is None."""
 
     def make(prefixes: PrefixCache | None = None) -> SpeculativeGenerator:
         tokenizer = byte_tokenizer()
@@ -290,7 +290,7 @@ def test_text_and_offsets_begin_with_the_first_space(strips: bool | None) -> Non
             assert said.message.content == decode(
                 [token.model_extra["id"] for token in tokens]
             )
-            # In a stream, in which a stop string holds tokens back.
+            # The same holds in a stream in which a stop string holds tokens back.
             for stop in (" a", "  "):
                 cut = {**request, "stop": stop, "stream": True, "logprobs": 0}
                 shown, offsets = "", []
@@ -441,7 +441,7 @@ def test_caches_can_be_smaller_than_the_text(name: str, kv: KvLimits) -> None:
     )
     assert text == result.text
     plain = generator.generate(letters(PROMPT), max_tokens=40, sampling=SEEDED)
-    assert text != plain.text  # the quantization has an effect
+    assert text != plain.text  # the limit has an effect
 
 
 def test_caches_that_cannot_be_so_are_refused_at_the_start() -> None:

@@ -526,7 +526,7 @@ def events(answer: Answer) -> list[tuple[str | None, Any]]:
 
 
 def check_chat(seen: list[tuple[str | None, Any]], whole: Any) -> None:
-    """Check that the chunks begin with a role and join to the unstreamed message."""
+    """Check that the chunks begin with a role, and join to the whole message."""
     *chunks, (_, done) = seen
     assert done == "[DONE]"
     choices = [each["choices"][0] for _, each in chunks if each["choices"]]
@@ -564,7 +564,7 @@ def check_text(seen: list[tuple[str | None, Any]], whole: Any) -> None:
 
 
 def check_messages(seen: list[tuple[str | None, Any]], whole: Any) -> None:
-    """Check that one block is open at a time, and that all equal the unstreamed."""
+    """Check that one block is open at a time; all equal those of the whole answer."""
     assert all(name == data["type"] for name, data in seen)
     kept = [data for _, data in seen if data["type"] != "ping"]
     assert kept[0]["type"] == "message_start"

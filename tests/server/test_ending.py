@@ -45,7 +45,7 @@ def test_a_program_that_ends_ends_its_server() -> None:
             "SIGTERM",
             id="while a text comes",
         ),
-        # The prompt is one chunk, which no signal handler of Python interrupts.
+        # The prompt is read in one forward, which no handler of Python interrupts.
         pytest.param(
             ["--prefill-step-size", "40000", "--max-model-len", "40000"],
             {"prompt": "def f(x): return x\n" * 2000, "max_tokens": 8},
@@ -58,7 +58,7 @@ def test_a_program_that_ends_ends_its_server() -> None:
 def test_a_second_signal_ends_a_server_at_once(
     options: list[str], body: dict[str, Any], number: str
 ) -> None:
-    """The first signal only waits for running requests."""
+    """After the first signal, the server waits for running requests."""
     sent = getattr(signal, number)
     with (
         server_process(*options, model=DRAFT, before="") as server,

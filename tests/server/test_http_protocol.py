@@ -1,4 +1,4 @@
-"""Connections of a bare app: slow clients, and access before the body."""
+"""Connections of a bare app: slow clients, and a key checked before the body."""
 
 import socket
 import time

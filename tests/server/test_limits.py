@@ -174,7 +174,7 @@ def cancelled(server: Server) -> float:
 def test_a_client_that_leaves_is_counted_wherever_its_request_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The four requests run, wait for a row, for the engine, and for a grammar."""
+    """One request runs; the others wait for a row, for the engine, for a grammar."""
     busy, release = threading.Event(), threading.Event()
     real = Worker._admit
 

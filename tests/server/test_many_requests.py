@@ -84,7 +84,7 @@ class Wanted:
 
     Attributes:
         known: prompt, sampling and plain decoding's result of each choice.
-        leave: bytes of the answer after which its client leaves; None: it stays.
+        leave: bytes of the answer after which the client leaves; None: it stays.
     """
 
     path: str
@@ -305,7 +305,7 @@ def of_blocks(packets: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def events(answer: Answer, *, done: bool) -> list[dict[str, Any]]:
-    """Return the packets of a complete stream, which may end with [DONE]."""
+    """Return the packets of a complete stream, which ends with [DONE] if `done`."""
     lines = [each for each in answer.body.split(b"\n") if each.startswith(b"data: ")]
     if done:
         assert lines.pop() == b"data: [DONE]"
@@ -348,7 +348,7 @@ def check(answer: Answer, wanted: Wanted, plain: SpeculativeGenerator) -> int:
 
 
 def counted(server: Server) -> Callable[..., float]:
-    """Return a function for current metrics, of one label or summed over all."""
+    """Return a function that sums the current metrics of a name and some labels."""
     samples = [
         sample
         for family in text_string_to_metric_families(

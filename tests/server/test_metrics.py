@@ -1,4 +1,4 @@
-"""Metrics of prompts and of the prefix cache agree with those objects' own counts."""
+"""Metrics agree with the counts of generations and of the prefix cache."""
 
 from functools import partial
 from pathlib import Path

@@ -251,7 +251,7 @@ def walk(constraint: Constraint, seed: int, most: int = 60) -> Iterator[Any]:
 
 
 def refusal_of(schema: Schema, **limits: Any) -> tuple[str, float, float]:
-    """Return the refusal of a schema, the seconds until then, and the peak in MB."""
+    """Return the refusal of a schema, the seconds it took, and peak memory in MB."""
     made = Compilers(**limits)
     made(PERSON).close()
     assert made.compilers._template is not None
@@ -402,7 +402,7 @@ def test_a_client_that_leaves_as_its_schema_is_ready_gives_its_place_back() -> N
     stack.callback(lambda: setattr(job, "cancelled", True))
 
     class Leaving:
-        """Compiles a schema, during which the client leaves."""
+        """Compiles a schema; the client leaves during the compilation."""
 
         def compile(self, *args: Any) -> SchemaConstraint:
             constraint = compiling.compile(*args)

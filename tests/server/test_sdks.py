@@ -343,7 +343,7 @@ def test_a_silent_stream_says_that_it_goes_on(
 
 
 def test_tokens_are_counted_while_the_engine_is_busy(server: Server) -> None:
-    """Counts do not wait for the text."""
+    """A count of tokens does not wait for the text of another request."""
     with claude_of(server) as client:
         busy = threading.Thread(
             target=lambda: client.messages.create(**message_body("word " * 300))

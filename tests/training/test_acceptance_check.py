@@ -1,4 +1,4 @@
-"""Acceptance on recorded text compared with rounds of the engine; its report."""
+"""Acceptance on recorded text equals that of rounds; a draft that pays is named."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def spoken(model: Any, prompt: list[int], temperature: float) -> Dialogue:
 @pytest.mark.openblas
 @pytest.mark.parametrize("same", [True, False])
 def test_greedy_text_accepts_what_rounds_accept(same: bool, tmp_path: Path) -> None:
-    """A draft model of the same weights has all accepted; another one, hardly any."""
+    """All drafts of a model with the target's weights are accepted; of others, few."""
     folder = chat_folder(tmp_path / "target")
     draft = chat_folder(tmp_path / "draft", seed=0 if same else 1)
     model, tokenizer = load(folder)

@@ -1,4 +1,4 @@
-"""Block drafters on recorded text compared with drafting from each slot in turn."""
+"""Block drafters in training draft from each slot (position) as in rounds."""
 
 import json
 import time
@@ -85,7 +85,7 @@ def drafted(
 ) -> list[mx.array]:
     """Return the logits of each draft as a round makes them, [ids] each.
 
-    The recorded token replaces each draft, so the next position's input is known.
+    The recorded token replaces each drafted token, so the next input is known.
     """
     head, rows = made.module, []
     kind = DSpark if made.kind == "dspark" else type(made.dflash)
@@ -208,7 +208,7 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     [("dspark", 1), pytest.param("dflash", 3, marks=pytest.mark.slow)],
 )
 def test_gradients_are_the_slopes_of_the_loss(kind: Any, count: int) -> None:
-    """The slopes are differences along a direction in each parameter."""
+    """The slopes are finite differences along a direction in each parameter."""
     made = drafter(kind, draft_layers=count)
     module: Any = made.module
     module.update(tree_map(lambda w: w / 3, module.parameters()))

@@ -39,7 +39,7 @@ HEADS = ["qwen3_next", "mimo", "deepseek_v3", "glm4_moe_lite", "step3p5"]
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no curves: they take longer than these trainings."""
+    """Draw no curves: drawing takes longer than these trainings."""
     monkeypatch.setattr(curves, "_draw", lambda *_: None)
 
 
@@ -197,7 +197,7 @@ def test_a_quantized_draft_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_row_is_longer_than_a_table_of_positions(tmp_path: Path) -> None:
-    """Rows fit the table of the target as the teacher, and that of a draft model."""
+    """Rows fit the position tables of the target (the teacher) and of a draft model."""
     folder = chat_folder(tmp_path / "target")
     model, tokenizer = load(folder)
     small = tmp_path / "small"

@@ -48,7 +48,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no curves: they take longer than these trainings."""
+    """Draw no curves: drawing takes longer than these trainings."""
     monkeypatch.setattr(curves, "_draw", lambda *_: None)
 
 

@@ -1,4 +1,4 @@
-"""Unrolled heads compared with drafting step by step from every slot."""
+"""Unrolled heads have the logits of drafting step by step from every position."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def eagle_of(folder: Path, dialect: str) -> Any:
 def test_an_eagle_head_is_unrolled_as_it_drafts(
     dialect: str, split: bool, tmp_path: Path
 ) -> None:
-    """test_eagle_dialects_reference compares the steps of heads with numpy."""
+    """test_eagle_dialects_reference.py compares the steps of heads with numpy."""
     eagle, known = eagle_of(tmp_path, dialect), Known.of(8, SLOTS + 1)
     taps = HiddenStates(known.model, layers=eagle.layers)
     states = eagle.states(known.states(taps))

@@ -1,6 +1,6 @@
 """A cache is refused if one of its fields does not fit the others.
 
-Each line has a valid cache and one change to its fields.
+Each line of `FLAWS` names a valid cache and a change of its fields.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files of mlx-lm are read as mlx-lm reads them, and bad files are refused whole."""
+"""Files of mlx-lm load as mlx-lm loads them; bad files are refused as a whole."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def continued(case: Case, cache: Any, seed: int) -> list[Any]:
-    """Write some more, and return all that the writes return to the model."""
+    """Write more rows; return all that the writes return to the model."""
     rng = np.random.default_rng(seed)
     return [case.write(cache, width, rng) for width in (1, 3, 1, 2)]
 
@@ -83,7 +83,7 @@ def test_a_file_of_mlx_lm_continues_as_the_saved_caches(
 
 
 def visible(cache: Any) -> list[Any]:
-    """Return the fields of a cache that matter, as numbers."""
+    """Return the relevant fields of a cache, as numbers."""
     if isinstance(cache, native.CacheList):
         return [visible(member) for member in cache.caches]
     if isinstance(cache, ArraysCache):

@@ -2,9 +2,9 @@
 
 Files of every kind and layout are changed at random, and loaded with and without live
 caches that they should fit. If a file is refused, the error is one of this package. If
-it is accepted, further writes return the rows and masks of that kind of cache (checked
-on mlx-lm's caches, without the loader's checks), and the caches can be saved and loaded
-again.
+it is accepted, further writes return rows and masks of the size that its kind of cache
+should return (the test counts rows itself, without the loader's checks), and the caches
+can be saved and loaded again.
 """
 
 import signal
@@ -51,7 +51,7 @@ Live = tuple[list[Any], list[Any] | None]  # caches of target, drafter
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A valid file, and a function that makes caches which it fits."""
+    """A valid file, and a function that makes live caches for it."""
 
     raw: bytes
     live: Callable[[], Live]
@@ -115,7 +115,7 @@ def _batch(path: Path, seed: int, widths: list[int]) -> Iterator[Base]:
 
 
 def attended(cache: Any, shape: tuple[int, ...], values: int, width: int) -> int:
-    """Write rows of zeros and attend to all; return the number of visible rows."""
+    """Write rows of zeros, attend to all rows, and return how many are visible."""
     batch, heads, dim = shape
     mask = None
     if hasattr(cache, "make_mask"):
@@ -153,7 +153,7 @@ def _dims(cache: Any) -> tuple[tuple[int, ...], int]:
 
 
 def use(cache: Any) -> None:
-    """Write to a loaded leaf twice, and check the results for its kind."""
+    """Write twice to a loaded cache, not a list, and check what the writes return."""
     if isinstance(cache, LayerCache):
         _use_layer(cache)
     elif isinstance(cache, native.ArraysCache):

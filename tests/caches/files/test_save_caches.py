@@ -1,4 +1,4 @@
-"""Saved and loaded caches equal the original ones, in every kind and state."""
+"""Caches of every kind and in every state are the same after saving and loading."""
 
 import linecache
 from collections.abc import Callable
@@ -44,7 +44,7 @@ KINDS = [case.name for case in single_cases(np.random.default_rng(0))]
 
 
 def continued(case: Case, cache: Any, seed: int) -> list[Any]:
-    """Write some more, and return all that the writes return to the model."""
+    """Write more rows; return all that the writes return to the model."""
     rng = np.random.default_rng(seed)
     widths = [int(width) for width in rng.integers(1, 4, size=4)]
     return [case.write(cache, width, rng) for width in (1, *widths)]
@@ -170,7 +170,7 @@ def test_mlx_lm_loads_the_file_and_continues_as_the_saved_caches(
     assert texts["mlx_speculation"]["version"] == "1"
     assert (
         len(loaded_caches) == len(cases) + 1
-    )  # the drafter's come last, as mlx-lm has them
+    )  # the drafter's caches come last, as in mlx-lm's files
     for case, cache, loaded in zip(cases, caches, loaded_caches, strict=False):
         assert continued(case, loaded, seed) == continued(case, cache, seed)
 
@@ -277,7 +277,7 @@ def test_a_drafter_ahead_of_the_tokens_is_refused(seen: Any, tmp_path: Path) -> 
 
 
 def removes_the_temporary_file(frame: FrameType) -> bool:
-    """Return whether a line is the one in `finally` that this test relies on."""
+    """Return whether a frame is at the line in `finally` that this test relies on."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return "unlink(missing_ok" in line
 
@@ -305,7 +305,7 @@ def test_a_failure_at_any_step_of_writing_leaves_the_old_file_or_the_new_one(
         save_caches(path, [kv(2)], range(2))
         line += 1
     assert line > 30
-    assert seen == {False, True}  # True: the new name was not yet on the disk
+    assert seen == {False, True}  # True: replaced, and the rename not yet synced
 
 
 def test_a_failing_disk_is_one_clear_error(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 Hypothesis draws the rounds. A batch of one to four rows begins with prompts of
 different lengths (merged, padded on the left, or padded on the right). Then come rounds
 that keep a different prefix of each row, rounds that are undone, plain forwards, and
-changes of the rows by `filter` and `extend`. The test compares what the next tokens of
-each row would see, what `extract` returns, and what the forwards of rounds saw.
+changes of the rows by `filter` and `extend`. The batch and the single caches have to
+agree in what the next tokens of each row would see, what `extract` returns, and what
+the forwards of rounds saw.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def run(
     steps: int = 30,
     beginnings: tuple[str, ...] = BEGINNINGS,
 ) -> int:
-    """Play `share` of `ROUNDS` rounds, scaled by the profile; see `played`."""
+    """Play `share * ROUNDS` rounds, scaled by the Hypothesis profile; see `played`."""
 
     machine = drawn(Batch, kinds, widths, beginnings)
     return played(machine, share * ROUNDS, steps)
@@ -57,7 +58,7 @@ def test_rows_of_a_batch_kv_cache_equal_their_twins(
 def test_rows_of_a_ragged_cache_equal_their_twins(
     note_rounds: Callable[[int], None],
 ) -> None:
-    """This holds also with a window of the model that the cache does not know."""
+    """This holds also if the model has a window that the cache does not know."""
     kinds = st.builds(
         RaggedKind, step=st.sampled_from([4, 256]), narrow=st.sampled_from([None, 5])
     )
@@ -67,7 +68,7 @@ def test_rows_of_a_ragged_cache_equal_their_twins(
 def test_rows_of_a_ragged_quantized_cache_equal_their_twins(
     note_rounds: Callable[[int], None],
 ) -> None:
-    """They equal bit for bit the cache of each row alone, which quantizes by itself."""
+    """Each row equals, bit for bit, a quantized cache that holds this row alone."""
     kinds = st.builds(
         RaggedQuantizedKind,
         step=st.sampled_from([4, 256]),

@@ -1,7 +1,7 @@
 """With `isolated=True` the live caches are never written before the commit.
 
-test_twins.py and test_interrupts.py cover it too; here are whole models, and caches
-that cannot be copied.
+test_twins.py and test_interrupts.py cover this too; the tests here add whole models,
+and caches that cannot be copied.
 """
 
 import threading
@@ -40,7 +40,7 @@ def cache_contents(caches: list[Any]) -> Any:
 
 
 HALVES = ("llama", "gemma4_text", "qwen3_5", "mamba2", "nemotron_h", "rwkv7", "lfm2")
-# The first run of each model in half precision compiles a dozen kernels.
+# The others are slow: a model's first run in half precision compiles a dozen kernels.
 QUICK_HALVES = ("llama", "qwen3_5", "lfm2")
 
 

@@ -1,4 +1,4 @@
-"""The journals of the rarer caches, case by case; test_twins.py draws the rest."""
+"""The journals of rarer caches, case by case (random rounds: test_rare_twins.py)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -49,7 +49,7 @@ def write(cache: Any, position: int, width: int, serial: int = 900) -> None:
 
 
 def positions(cache: ChunkedKVCache) -> list[int]:
-    """Return the positions of the rows held."""
+    """Return the positions of the rows that the cache holds."""
     keys, values = cache.keys_and_values()
     np.testing.assert_array_equal(np.array(values[..., :2]), -np.array(keys))
     result: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
@@ -92,7 +92,7 @@ def image(cache: LayerCache) -> Any:
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the number of rows that compressors are fed, also hooked ones."""
+    """Record the number of rows that each compressor is fed, whether hooked or not."""
     native, widths = deepseek_v41.Compressor.__call__, list[int]()
 
     def counted(self: Any, x: mx.array, start: int, cache: Any) -> Any:
@@ -153,7 +153,7 @@ def write_both(caches: list[Any]) -> None:
 def test_compressed_rows_from_elsewhere_are_not_taken_for_this_round_s(
     hooked: None,
 ) -> None:
-    """A pipeline stage appends rows of the previous stage before its own window."""
+    """A pipeline stage appends rows of another stage before its own layers write."""
     cache = layer_with(6)
     with Speculation([cache]) as speculation:
         shown = speculation.caches[0]

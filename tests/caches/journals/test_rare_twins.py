@@ -1,7 +1,4 @@
-"""The property of test_twins.py for rarer kinds, and for several kinds in one model.
-
-test_twins.py lists the faults that both tests detect.
-"""
+"""The property of test_twins.py for rarer kinds, and for several kinds in one model."""
 
 from collections.abc import Callable, Iterator
 

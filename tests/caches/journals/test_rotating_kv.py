@@ -1,4 +1,4 @@
-"""The journal of rotating caches, case by case; test_twins.py draws the rest."""
+"""The journal of rotating caches, case by case (random rounds: test_twins.py)."""
 
 import copy
 from typing import Any
@@ -23,7 +23,7 @@ def filled(window: int, rows: int, keep: int = 0) -> RotatingKVCache:
 
 
 def positions(cache: RotatingKVCache) -> list[int]:
-    """Return the positions of the rows held, slot by slot."""
+    """Return the positions of the rows that the cache holds, slot by slot."""
     keys, values = cache.keys_and_values()
     np.testing.assert_array_equal(np.array(values[..., :2]), -np.array(keys))
     result: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
@@ -67,7 +67,7 @@ def test_rows_saved_before_the_state_was_replaced_are_not_used() -> None:
 
 
 def peak_of_a_write(cache: RotatingKVCache, row: mx.array, keep: int) -> int:
-    """Return the peak of bytes that a round of one row allocates."""
+    """Return the peak memory of a round of one row, in bytes."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with Speculation([cache]) as speculation:
@@ -170,7 +170,7 @@ def test_each_row_of_a_batch_sees_what_it_would_see_alone(before: int) -> None:
 
 
 def visible(cache: Any, rows: Rows) -> list[list[int]]:
-    """Write rows, and return the serial numbers of the rows that each one sees."""
+    """Write rows; for each, return the serial numbers of the rows that it sees."""
     mask = cache.make_mask(rows.width)
     keys, values = cache.update_and_fetch(*tagged(rows))
     shown = Visible(keys[0, 0], values[0, 0], mask, rows.width)
@@ -181,9 +181,9 @@ def visible(cache: Any, rows: Rows) -> list[list[int]]:
 def test_rows_of_a_round_see_what_they_would_see_one_by_one(
     window: int, keep: int
 ) -> None:
-    """This holds also past the window with kept first rows (max_kv_size).
+    """This holds also past the window if the first rows are kept (`max_kv_size`).
 
-    mlx-lm's mask would hide these rows from all but the first row of a write.
+    mlx-lm's mask would hide the kept rows from all but the first row of a write.
     """
     for kept_rows in range(2 * window + 2):
         for width in range(1, window + 3):

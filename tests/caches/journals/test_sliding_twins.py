@@ -1,8 +1,9 @@
 """A sliding cache under speculation gives the same view as a native ring.
 
 Its twin is a `RotatingKVCache` that saw only the kept tokens. Rounds are those of
-test_twins.py. During a round, each forward is compared with a native copy that gets the
-same writes: every query has to see the same rows, and our rows have to be in order.
+test_twins.py. During a round, each forward is compared with that of a native copy that
+gets the same writes: every query has to see the same rows, and the sliding cache has to
+return its rows in order.
 """
 
 from collections.abc import Callable
@@ -90,7 +91,7 @@ class Beside(Counting):
         converted: bool,
     ) -> None:
         """Write the same rows to both; `narrow` is a smaller window of the model."""
-        # A larger one is cut to the ring in a round: test_rotating.py.
+        # In a round a larger window is cut to the ring's: see test_rotating_kv.py.
         self.narrow = narrow if 1 <= narrow <= window else None
         self.native = RotatingKVCache(max_size=window)
         self.cache = SlidingKVCache(window, slack)
@@ -149,7 +150,7 @@ class Beside(Counting):
         return written, keep
 
     def write(self, cache: Any, plan: Plan) -> list[Rows]:
-        """Write all rows, and also to a native copy if the plan watches."""
+        """Write the rows of a plan, also to a native copy if the plan watches views."""
         beside = twin(self.native) if plan.watch != "never" else None
         written: list[Rows] = []
         for width in plan.widths:
@@ -176,7 +177,7 @@ class Beside(Counting):
         assert_same(converted, expected, "the ring made of it and its twin")
 
     def content(self, cache: Any, probe: int) -> list[Any]:
-        """Return the counters, and the views of `probe` rows and then of one."""
+        """Return the counters, and the views of 1, `probe` and 1 further rows."""
         result: list[Any] = [cache.offset, cache.size(), cache.max_size, cache.keep]
         copied = twin(cache)
         for width in (1, probe, 1):

@@ -1,9 +1,9 @@
 """A cache after any rounds equals a native twin that saw only the kept tokens.
 
 Hypothesis draws the rounds: one to four forwards of one to six rows, then a commit of
-any prefix, a rollback, an exception, or another ending. The view of the model during a
-round is compared with that of a native copy. In every third round the live caches may
-not be written before the commit (`isolated=True`).
+any prefix, a rollback, an exception, or another ending. What a model sees of the cache
+during a round is compared with what it sees of a native copy. In one of three rounds
+the live caches may not be written before the commit (`isolated=True`).
 """
 
 from collections.abc import Callable

@@ -36,7 +36,7 @@ def play(prefixes: PrefixCache, tokens: list[int], kind: Kind = ROWS) -> int:
 
 
 def stored(prefixes: PrefixCache, tokens: list[int]) -> int:
-    """Return how many tokens of a text are held, without counting as a use."""
+    """Return how many tokens of a text are held; this does not count as a use."""
     return prefixes._tree.path(tokens)[1]
 
 
@@ -49,7 +49,7 @@ def stored(prefixes: PrefixCache, tokens: list[int]) -> int:
 def test_side_requests_never_evict_a_session_that_costs_more(
     kind: Kind, sides: list[int], spare: int
 ) -> None:
-    """This holds while all of them together cost less to read than the session."""
+    """This holds while all side requests together cost less than the session."""
     free, _ = bound(1 << 30, kind)
     play(free, SESSION, kind)
     prefixes, _owners = bound(free.nbytes + spare * ROW, kind)
@@ -70,7 +70,7 @@ def test_side_requests_never_evict_a_session_that_costs_more(
 def test_many_side_requests_between_turns_leave_a_session(
     kind: Kind, spare: int
 ) -> None:
-    """This holds for three times its cost, once the session has had some turns."""
+    """Side requests may cost three times the session, once it has had some turns."""
     free, _ = bound(1 << 30, kind)
     turns = [[*SESSION, *[0] * (2 * turn)] for turn in range(8)]
     for tokens in turns:
@@ -93,7 +93,7 @@ def test_evictions_are_counted_one_by_one() -> None:
     for number in range(3):
         play(prefixes, [number] * 4)
     assert prefixes.evictions == 0
-    play(prefixes, [1, 0, 0, 0, 0, 0])  # 5 rows that are new, of two texts of 4
+    play(prefixes, [1, 0, 0, 0, 0, 0])  # 5 new rows replace those of two texts
     assert prefixes.evictions == 2
     assert len(list(prefixes._tree.nodes())) == 4
 
@@ -118,7 +118,7 @@ def test_two_sessions_by_turns_keep_what_there_is_room_for() -> None:
 
 
 def test_points_between_turns_go_before_the_ends_of_texts() -> None:
-    """Points that save the fewest tokens are evicted first, and rows stay."""
+    """Restore points that save the fewest tokens are evicted first, and rows stay."""
     free, _ = bound(1 << 30, RING)
     play(free, SESSION, RING)
     points = [point for node in free._tree.nodes() for point in node.points.values()]

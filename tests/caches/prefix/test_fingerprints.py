@@ -1,4 +1,4 @@
-"""A folder identifies a model by all its weights and settings, and nothing else."""
+"""A prefix cache's folder identifies a model by all its weights and settings alone."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ SIZE = 96
 
 
 class Model(nn.Module):
-    """Two layers of a size that a few samples do not cover."""
+    """Two layers with more weights than a few samples would cover."""
 
     def __init__(self, dtype: mx.Dtype = mx.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

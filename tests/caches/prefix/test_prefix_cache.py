@@ -1,6 +1,6 @@
 """A prefix cache returns the stored rows of the longest reusable prefix.
 
-test_prefix_roles has random requests for several roles.
+test_prefix_roles.py has random requests of a target, a draft model and heads.
 """
 
 import gc
@@ -64,7 +64,7 @@ def test_a_text_longer_than_the_budget_is_kept_in_part_or_not() -> None:
 
 
 def points_of(prefixes: PrefixCache, tokens: list[int]) -> Any:
-    """Play a request without an end; return its restore points."""
+    """Play a request that is not finished; return its restore points."""
     caches, points = RING.empty(), prefixes.running_points()
     for stop in range(1, len(tokens) + 1):
         RING.feed(caches, tokens[:stop], stop - 1)
@@ -79,13 +79,13 @@ def test_restore_points_of_running_streams_are_inside_the_budget() -> None:
     stored = prefixes.nbytes
     assert stored > 30 * ROW
     one = points_of(prefixes, [2] * 40)
-    assert 30 * ROW <= one.nbytes < prefixes.nbytes <= 60 * ROW  # a part had to go
+    assert 30 * ROW <= one.nbytes < prefixes.nbytes <= 60 * ROW  # a part was evicted
     other = points_of(prefixes, [0] * 80)
     assert snapshots(prefixes) == []
     assert prefixes.nbytes == one.nbytes + other.nbytes <= 60 * ROW
     assert [point.stop for point in one.taken] == list(range(EVERY, 41, EVERY))
     places = [point.stop for point in other.taken]
-    assert places[0] <= 2 * EVERY  # short, it cost less than what was there
+    assert places[0] <= 2 * EVERY  # a short stream may lose its first point
     assert places[-1] == 80
     gaps = [two - one for one, two in pairwise(places)]
     assert max(gaps) <= 4 * EVERY

@@ -1,8 +1,8 @@
-"""One node has the rows of all roles: the tree agrees with a table of stored prefixes.
+"""A node holds the rows of all roles; the tree agrees with a table of stored prefixes.
 
 Hypothesis draws requests over three token ids, which share prefixes of any length, for
-a target, a draft model and heads whose rows depend on one to three more tokens. A role
-may be missing from a request, or lack the last tokens at its end.
+a target, a draft model and heads whose rows depend on one to three later tokens. Each
+of these is a role; a role may be missing from a request, or lack its last tokens.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,8 @@ TEXTS: st.SearchStrategy[list[Text]] = st.lists(
     max_size=8,
 )
 
-# The third text differs from the second after a restore point of the second role.
+# The third text is the second without its last token, and goes past a restore point
+# of the second role.
 PARTED: list[Text] = [
     ([0], (0, None, None, None)),
     ([1, 0, 1, 2, 0, 0, 1, 0, 0, 0], (2, 0, None, None)),
@@ -78,7 +79,7 @@ def check_nodes(prefixes: PrefixCache, kinds: tuple[Kind, ...]) -> None:
 def test_what_a_role_finds_is_what_a_table_says(name: str, texts: list[Text]) -> None:
     kinds = KINDS[name]
     prefixes, _owners = bound(1 << 30, *kinds)
-    # by role, the prefixes at whose end it can be resumed
+    # for each role, the prefixes at whose ends it can be resumed
     table: dict[int, set[tuple[int, ...]]] = {
         which: set() for which in range(len(kinds))
     }

@@ -1,6 +1,7 @@
-"""Later processes find the segments of a folder, and never those of another text.
+"""Later processes find in a folder the segments of their text, and of no other text.
 
-`request` compares the rows that a role reuses with those of the text.
+`request` compares the rows that a role (target, draft model or head) reuses with those
+of the text.
 """
 
 import logging
@@ -67,7 +68,7 @@ def filled(folder: Path, kinds: Kinds) -> str:
 def test_another_process_finds_what_memory_has(
     name: str, texts: list[list[int]], spare: int | None
 ) -> None:
-    """This holds also if its memory is smaller than the segments that it reads."""
+    """This holds also if the other process has less memory than the segments need."""
     kinds = KINDS[name]
     with TemporaryDirectory() as place:
         folder = Path(place, "made", "here")
@@ -118,7 +119,7 @@ def test_processes_share_a_folder_while_they_run(tmp_path: Path) -> None:
     two, _two_owners = bound(1 << 30, ROWS, folder=tmp_path / "shared")
     assert play(one, PLAYED[0], (ROWS,)) == [0]
     one.flush()
-    assert play(two, PLAYED[1], (ROWS,)) == [9]  # and parts inside of a segment
+    assert play(two, PLAYED[1], (ROWS,)) == [9]  # the texts part inside a segment
     two.flush()
     assert play(one, [*PLAYED[1], 2], (ROWS,)) == [len(PLAYED[1])]
     one.flush()
@@ -258,7 +259,7 @@ def test_a_full_disk_is_said_once(
 
 
 def damage(draw: random.Random, folder: Path, foreign: Path) -> Path:
-    """Change one file, as a disk, a user or another folder may, and return it."""
+    """Damage one file, or copy another file over it, and return its path."""
     all_files = files(folder)
     file = draw.choice(all_files)
     content = bytearray(file.read_bytes())
@@ -285,7 +286,7 @@ def damage(draw: random.Random, folder: Path, foreign: Path) -> Path:
 
 
 def two_folders(place: Path, kinds: Kinds) -> tuple[Path, Path, str]:
-    """Fill two folders, with fixed keys; return a model's fingerprint."""
+    """Fill two folders with fixed keys; return them and the model's fingerprint."""
     folders = place / "own", place / "foreign"
     for number, folder in enumerate(folders):
         folder.mkdir(mode=0o700)
@@ -297,7 +298,7 @@ def two_folders(place: Path, kinds: Kinds) -> tuple[Path, Path, str]:
 def contents(
     folder: Path, mark: str, names: Collection[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return what files say that they have, and what they have if it can be read."""
+    """Return what each file claims to hold, and what it holds if it can be read."""
     segments = SegmentFolder(folder, 1.0)
     segments.serve(mark)
     result: dict[str, tuple[Any, Any]] = {}
@@ -365,7 +366,7 @@ def test_what_is_before_a_damaged_file_is_used(name: str, tmp_path: Path) -> Non
 
 
 def test_what_comes_after_a_damaged_file_is_used_again(tmp_path: Path) -> None:
-    """They are used once its tokens are read again, and damage in them is noticed."""
+    """Undamaged later files are used once the tokens before them are read again."""
     kinds, folder, tokens = KINDS["ring and rows"], tmp_path / "own", [2, 0] * 7
     first, _first_owners = bound(1 << 30, *kinds, folder=folder)
     play(first, tokens, kinds)
@@ -455,7 +456,7 @@ def test_a_writer_that_is_killed_leaves_whole_files(tmp_path: Path) -> None:
 
 
 def test_places_of_segments_that_are_gone_are_forgotten(tmp_path: Path) -> None:
-    """New segments can still be reached; a server runs for weeks."""
+    """New segments are found, and the table of places stays small."""
     folder = tmp_path / "shared"
     one, _one_owners = bound(1 << 30, ROWS, folder=folder)
     two, _two_owners = bound(1 << 30, ROWS, folder=folder)

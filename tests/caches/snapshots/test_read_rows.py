@@ -1,4 +1,4 @@
-"""Rows read from another owner's cache, for every kind and state, and their cost."""
+"""Rows read from another owner's cache of any kind and state; the cost of reading."""
 
 from typing import Any
 
@@ -35,14 +35,14 @@ SLIDES = ("ring", "sliding")
 
 
 def tagged(first: int, count: int) -> tuple[mx.array, mx.array]:
-    """Return rows whose keys are their position, and values its negative."""
+    """Return rows with their position as key, and its negative as value."""
     rows = mx.arange(first, first + count, dtype=mx.float32)[None, None, :, None]
     keys = mx.broadcast_to(rows, (1, 2, count, 32))
     return keys, -keys
 
 
 def positions(cache: Any, stop: int, count: int | None) -> list[int]:
-    """Return the positions that are read, in their order."""
+    """Return the positions that `read_rows` reads, sorted."""
     keys, values = read_rows(cache, stop, count)
     assert keys.shape == values.shape
     assert mx.allclose(keys, -values)
@@ -73,7 +73,7 @@ def test_what_is_read_are_the_last_rows_before_a_position(
     if kind not in SLIDES:
         assert read == list(wanted)
         return
-    # The window is held, except rows that were replaced by rows left out here.
+    # The window is held, except the rows that the `left_out` last rows have replaced.
     least = wanted[-max(1, WINDOW - left_out) :]
     assert read == list(wanted[-len(read) :])
     assert len(read) >= len(least) or read == list(wanted)
@@ -112,7 +112,7 @@ def test_known_kinds_are_not_refused(kind: str) -> None:
 def test_reading_copies_nothing_and_leaves_writes_in_place(
     kind: str, hold: bool
 ) -> None:
-    """Arrays that were read must be gone before a write, or it copies the buffer."""
+    """Arrays that were read must be gone, or the next write copies the buffer."""
     rows, dim = 4096, 64
     make: dict[str, Any] = {
         "whole": KVCache,

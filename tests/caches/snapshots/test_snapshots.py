@@ -1,9 +1,9 @@
 """A snapshot keeps the content of caches, whatever happens to them afterwards.
 
 Hypothesis draws events of one cache: native writes, rounds of a `Speculation`, trims by
-mlx-lm's method, going back to an older snapshot. Every snapshot,
-also after cutting and joining, has to equal a native twin that was fed its tokens only,
-and to continue like the twin.
+mlx-lm's method, and returns to an older snapshot. Every snapshot, also after it was cut
+and joined, has to equal a native twin that was fed only the snapshot's tokens, and to
+continue like the twin.
 """
 
 import gc
@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), how=st.sampled_from(["part", "whole", "copy", "drop"]))
     def change(self, data: st.DataObject, how: str) -> None:
-        """Cut and join a snapshot, or keep its parts as separate snapshots."""
+        """Cut and join a snapshot, keep its parts separately, copy it, or drop it."""
         one = data.draw(st.sampled_from(self.taken))
         at = data.draw(st.integers(0, one.snapshot.stop))
         if how == "drop":
@@ -269,7 +269,7 @@ def test_a_snapshot_equals_a_twin_that_saw_only_its_tokens(name: str) -> None:
 
 
 def filled(rows: int = 1000) -> KVCache:
-    """Return a cache with buffers of about a megabyte that have room."""
+    """Return a cache whose buffers, a megabyte each, have room for more rows."""
     cache, block = KVCache(), mx.ones((1, 4, rows, 64))
     mx.eval(cache.update_and_fetch(block, block))
     return cache

@@ -1,4 +1,4 @@
-"""Views of a fixed size show the rows of a native cache, with a mask of them."""
+"""Views of a fixed size have the rows of a native cache, and masks that hide others."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def seen_by(view: Any, mask: mx.array) -> list[list[float]]:
 def test_each_row_sees_the_kept_rows_before_it(
     rounds: list[tuple[int, int]], window: int | None
 ) -> None:
-    """The number of keys depends on its position, not on the rows fed with it."""
+    """The number of keys depends on a row's position, not on the rows fed with it."""
     cache = KVCache() if window is None else SlidingKVCache(window)
     kept: list[int] = []  # serial numbers
     serial = 0
@@ -63,7 +63,7 @@ def test_each_row_sees_the_kept_rows_before_it(
             assert mask.shape == (SHAPE.rows, stop - first)
             assert np.array(mask).any(axis=1).all()
             live: Any = cache.keys
-            assert live.shape[2] == stop - first  # strides follow from it
+            assert live.shape[2] == stop - first  # strides depend on this length
             for row, seen in enumerate(seen_by(keys, mask)[:count]):
                 expected = [*kept, *serials[: row + 1]]
                 assert seen == expected[-window:] if window else expected
@@ -103,7 +103,7 @@ def test_a_quantized_cache_holds_what_a_native_one_does(
 
 @pytest.mark.parametrize("kind", [KVCache, lambda: SlidingKVCache(WINDOW)])
 def test_what_was_written_before_in_other_shapes_is_shown(kind: Any) -> None:
-    """The cache was filled natively, or restored from a snapshot."""
+    """The cache is filled natively, or restored from a snapshot."""
     native = kind()
     native.update_and_fetch(*tagged(Rows(0, tuple(range(9)))))
     taken = snapshot([native])

@@ -23,7 +23,7 @@ def layers(lengths: list[int], count: int = 2) -> list[RaggedKVCache]:
 
 
 def tagged(rows: int, width: int, tag: int) -> tuple[mx.array, mx.array]:
-    """Return keys and values whose values count up from a tag."""
+    """Return keys that count up from a tag, and their negatives as values."""
     keys = (tag + mx.arange(rows * width)).reshape(rows, 1, width, 1).astype(mx.float32)
     return keys, -keys
 

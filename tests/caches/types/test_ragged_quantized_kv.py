@@ -1,4 +1,4 @@
-"""A model reads a batch of quantized rows like the rows of each single request."""
+"""A model reads a batch of quantized rows as it reads each request's own cache."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The sliding cache, case by case; test_sliding_twins.py draws the rest."""
+"""The sliding cache, case by case (random rounds: test_sliding_twins.py)."""
 
 from typing import Any
 
@@ -172,7 +172,7 @@ def test_the_buffer_grows_in_steps_and_then_stays() -> None:
 
 
 def peak(cache: SlidingKVCache, row: mx.array, keep: int) -> int:
-    """Return the peak of bytes that one round allocates."""
+    """Return the peak memory of one round, in bytes."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with Speculation([cache]) as speculation:
@@ -198,7 +198,7 @@ def test_a_round_copies_the_window_only_when_the_buffer_is_full(
 
 
 def _fillings(slack: int, width: int, keep: int, rounds: int) -> list[bool]:
-    """Simulate rounds; return for each whether it finds the buffer full."""
+    """Simulate rounds; return for each round whether it finds the buffer full."""
     free, fills = slack - 1, []
     for _ in range(rounds):
         fills.append(free < width)

@@ -1,4 +1,4 @@
-"""`benchmark`: the arms, their texts, the plot, and refused options."""
+"""`benchmark`: its arms (ways to decode), their texts, the plot, refused options."""
 
 import json
 from pathlib import Path

@@ -50,13 +50,13 @@ def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
     for turn, line in zip(report["turns"], lines.splitlines(), strict=True):
         before, rest = len(ids), f"\n{line}\n" if ids else f"{line}\n"
         text += rest
-        # A text without a template goes on, so its end token is removed again. A model
-        # with recurrent states then resumes at an earlier point.
+        # Without a template a turn continues the text, so an end token is removed. A
+        # model with recurrent states then resumes at an earlier restore point.
         ended = ids[-1:] == [0]
         ids = encode(text) if ended else [*ids, *encode(rest)]
         assert turn["prompt_tokens"] == len(ids)
         assert turn["tokens"] == generator.generate(ids, max_tokens=12).tokens
-        # All but a few: tokens after a restore point, or unseen by the drafter.
+        # A few may not be reused: after a restore point, or unseen by the drafter.
         assert bool(before) <= turn["statistics"]["reused"] <= before
         assert ended or before - 5 <= turn["statistics"]["reused"]
         ids += turn["tokens"]
@@ -71,7 +71,7 @@ def test_without_room_every_turn_reads_all(commands: Commands) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--no-replay"]], ids=str)
 def test_replay_can_be_turned_off(commands: Commands, options: list[str]) -> None:
-    """A sampled answer seldom has the ids to which its text is encoded."""
+    """The ids of a sampled answer are seldom those to which its text is encoded."""
     drawn = ["--temp", "2", "--seed", "26", *options]
     report = talk(commands, "def add(a):\nend\n", DRAFT, *drawn)
     first, second = report["turns"]
@@ -233,7 +233,7 @@ def test_ids_begin_with_what_was_generated_unless_it_was_rewritten(
 
 @cache
 def _tokenizer(strip: bool) -> Any:
-    """Return the draft's tokenizer with a template, which may strip the messages."""
+    """Return the draft's tokenizer with a template that strips messages if `strip`."""
     tokenizer = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer
     content = "m.content | trim" if strip else "m.content"
     tokenizer._tokenizer.chat_template = TEMPLATE.replace("m.content", content)

@@ -93,7 +93,7 @@ def test_check_fails_where_the_texts_differ(
 def test_ctrl_c_in_a_check_says_how_far_it_came(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    """Ctrl-C comes at the first place, at the third, and while texts are generated."""
+    """Ctrl-C comes at the first place, at the third, or while texts are generated."""
     from mlx_speculation.engine.equivalence import rows as verifying
 
     compare, left = verifying.compare_rows, [calls]

@@ -113,7 +113,7 @@ def test_a_report_that_was_stopped_says_so(
 def test_progress_of_a_command_is_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A child without a terminal prints a line from time to time."""
+    """A child process without a terminal prints a line from time to time."""
     line = "from mlx_speculation.cli import console; console.QUIET_SECONDS = 0.0"
     (tmp_path / "sitecustomize.py").write_text(line)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

@@ -37,7 +37,7 @@ def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Kill the server at the end, also if the test fails."""
+    """Kill the server at the end or after 120 seconds, also if the test fails."""
     guard = threading.Timer(120, process.kill)
     guard.start()
     try:
@@ -101,7 +101,7 @@ def test_a_signal_that_another_thread_takes_ends_it_too() -> None:
 
 
 def test_replay_can_be_turned_off() -> None:
-    """A sampled answer seldom has the ids to which its text is encoded."""
+    """The ids of a sampled answer are seldom those to which its text is encoded."""
     prompt = "def add(first, second):"
     drawn = {"max_tokens": 24, "temperature": 2.0, "seed": 32}
     with served("--draft", "none", "--no-replay") as (_, url):

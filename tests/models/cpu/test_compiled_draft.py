@@ -1,4 +1,4 @@
-"""Compiled steps of a draft give the logits and caches of its own steps.
+"""Compiled steps of a draft model give the logits and caches of uncompiled ones.
 
 Most tests switch mlx's compiler off; the same operations then run one by one. The
 first compilation of an architecture on a machine takes 16 seconds.
@@ -39,7 +39,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mx.enable_compile()
 
 
-NOT_COMPILED = {"afm7", "phi3small"}  # they use the number of keys
+NOT_COMPILED = {"afm7", "phi3small"}  # their steps use the number of keys
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -1,4 +1,4 @@
-"""Exponentials are close to float64."""
+"""Exponentials in float32 are close to those in float64."""
 
 import mlx.core as mx
 import numpy as np

@@ -245,7 +245,7 @@ class Fed(nn.Module):
     ("feed", "more", "wanted_calls"),
     [
         ("same", {}, [2, 2]),
-        ("one", {}, [2, 1]),  # the second call leaves out the unused keys
+        ("one", {}, [2, 1]),  # the second call leaves out the unused key projection
         ("other", {}, [2, 1, 1, 1]),
         ("less", {"width": 32}, [1, 1, 1, 1]),
         ("same", {"groups": {"k_proj": 32}}, [1, 1, 1, 1]),
@@ -355,7 +355,7 @@ def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
     """Kernels do not compile on a machine without CUDA."""
     monkeypatch.setattr(cpu_registration, "x86_serves", lambda: False)
     model = build("llama")
-    recorders = ModelHooks(model)  # as they are on a device without kernels
+    recorders = ModelHooks(model)  # hooks as on a device without kernels
     kinds = [type(module) for module in model.modules()]
     recorders.remove()
     for module in (linear, registration):

@@ -25,7 +25,7 @@ LAYERS = (1, 3)
 def test_the_reading_in_which_it_drafts_well_is_taken(
     counted: str, given: bool, tmp_path: Path
 ) -> None:
-    """`aux_hidden_state_layer_ids` in config.json is one more than `LAYERS`."""
+    """The ids of `aux_hidden_state_layer_ids` are those of `LAYERS` plus one."""
     model = bigram_target()
     right = LAYERS if counted == "tuple" else tuple(layer + 1 for layer in LAYERS)
     folder = knowing(tmp_path, model, right, given)

@@ -40,7 +40,7 @@ def test_the_last_state_is_read_before_or_after_the_norm(tmp_path: Path) -> None
 def test_the_trained_head_is_read_right_wherever_its_list_stands(
     tmp_path: Path,
 ) -> None:
-    """Outside of eagle_config, where vLLM writes the list, layers count from 1."""
+    """At the top level, where vLLM writes the list, layers are counted from 1."""
     model, tokenizer = load(demo_models()["dense"])
     folder = demo_models()["eagle"]
     drafter = EagleDraft.from_folder(folder, model, tokenizer=tokenizer)

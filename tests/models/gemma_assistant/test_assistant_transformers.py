@@ -39,7 +39,7 @@ LARGE: dict[str, Any] = {
 
 
 def both(folder: Path, head: str, **text: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Write an assistant; return it as loaded here, by transformers, and its config.
+    """Write an assistant; return it as loaded here and by transformers, and its config.
 
     In transformers a row sees one key more than `sliding_window`.
     """
@@ -108,7 +108,7 @@ def test_drafts_on_the_target_equal_those_of_transformers(
         columns = slice(None) if output.ids is None else np.array(output.ids[0])
         assert_close(output.logits, logits[:, columns])
         assert_close(output.state, wanted.last_hidden_state)
-        # Both continue from transformers' state, or errors of float32 add up.
+        # Both continue from transformers' state: errors of float32 would add up.
         state = wanted.last_hidden_state
         hidden = mx.array(state.numpy())
         token = int(logits.argmax())

@@ -74,7 +74,7 @@ def test_looking_for_the_parts_evaluates_no_weights() -> None:
     model = llama.Model(args)
     before = mx.get_active_memory()
     assert not find_parts(model).missing
-    assert mx.get_active_memory() - before < 100_000  # a matrix has 4,000,000
+    assert mx.get_active_memory() - before < 100_000  # a matrix has 4,000,000 bytes
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_model_without_a_norm_and_without_a_trunk_is_refused() -> None:
 
 
 def flat(model: Any, ids: mx.array) -> mx.array:
-    """Return what the layers make of ids, called by the model itself."""
+    """Return the layers' output for ids, without a forward of the trunk."""
     hidden: mx.array = model.model.embed_tokens(ids)
     for layer in model.layers:
         hidden = layer(hidden, "causal", None)

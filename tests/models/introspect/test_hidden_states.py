@@ -1,8 +1,8 @@
 """Hidden states of real models are right, and collecting them changes no logits.
 
-Slow tests try every architecture of mlx-lm that can be built. The default is those
-with features of their own: wrappers, streams, loops, norms without weights, heads that
-scale, cap or mask, tied and untied, layers that return several values.
+Slow tests try every architecture of mlx-lm that can be built. Quick tests try those
+with unusual features: wrappers, streams, loops, norms without weights, heads that
+scale, cap or mask, tied and untied heads, layers that return several values.
 """
 
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
 
 
 class Spy:
-    """Records inputs and outputs of modules, evaluated at once."""
+    """Evaluates and records the inputs and outputs of modules during the forward."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.given: dict[int, list[Any]] = {id(module): [] for module in modules}
@@ -99,7 +99,7 @@ class Spy:
 
 
 def final_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the modules outside of the layers that are named like a final norm."""
+    """Return the modules that are named like a final norm and are not in a layer."""
     layers = [id(part) for layer in model.layers for _, part in layer.named_modules()]
     return [
         module

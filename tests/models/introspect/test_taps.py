@@ -79,7 +79,7 @@ def test_two_taps_on_one_model_collect_each_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_the_layer_before_the_first_is_the_embedding(name: str) -> None:
-    """The embedding is as the first layer gets it, which Gemma scales."""
+    """The embedding is that which the first layer gets; Gemma scales it."""
     model = build(name, layers=4)
     taps = HiddenStates(model, layers=(-1, 0))
     with removed(taps):

@@ -42,7 +42,7 @@ TAKEN = {
 
 
 def by_chains(model: nn.Module, prompt: list[int]) -> mx.array:
-    """Return the logits of each node, [nodes, vocab], by mlx-lm's own caches."""
+    """Return the logits of each node, [nodes, vocab], computed on mlx-lm's caches."""
     root: Any = make_prompt_cache(model)
     model(mx.array([prompt[:-1]]), cache=root)
     model(mx.array([prompt[-1:]]), cache=root)

@@ -2,7 +2,7 @@
 
 The logits of every kept row equal those of plain decoding bit for bit, for any drafts
 and any number of accepted tokens. This holds with OpenBLAS too; a control shows that
-rows of a round differ there from single rows without exact mode.
+with OpenBLAS and without exact mode, rows of a round differ from single rows.
 """
 
 from collections.abc import Sequence
@@ -173,7 +173,7 @@ def test_padding_that_is_kept_is_found() -> None:
 @pytest.mark.slow
 @with_openblas
 def test_a_prompt_in_one_forward_is_found() -> None:
-    """Too large a view changes bits on GPUs only; test_fixed_view.py covers it."""
+    """Too large a view changes bits on GPUs only; test_fixed_view.py tests that."""
     (differing_rows,) = with_openblas_in_front("compare_wide_prompt('llama', 40, 29)")
     assert int(differing_rows) > 0
 

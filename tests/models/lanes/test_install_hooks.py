@@ -1,7 +1,7 @@
 """Texts stay the same without the operations for one kind of machine.
 
-The operations are in models/cpu and models/cuda, called rooms here. The CPU room serves
-on any machine here, the CUDA room only with CUDA. A profiler sees which room runs.
+The operations are in models/cpu and models/cuda, called rooms here. The CPU room runs
+on any machine in these tests, the CUDA room only with CUDA; a profiler sees which.
 """
 
 import sys

@@ -84,7 +84,7 @@ def test_a_kept_prefix_equals_plain_decoding(name: str, keep: int, hook: bool) -
 def test_mixers_that_run_again_are_counted(
     name: str, keep: int, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mixer runs again if it has no recipe (mamba) or its record is incomplete."""
+    """A mixer runs again if it has no replay recipe (mamba) or an incomplete record."""
     model = build(name)
     owner = ModelHooks(model)
     for ruined in (False, True):

@@ -1,4 +1,4 @@
-"""Restore points are as dense as documented, the next round included."""
+"""Restore points are as dense as documented, also after one more round."""
 
 from itertools import pairwise
 from typing import Any

@@ -50,7 +50,7 @@ def wrong(convention: MtpConvention, field: str) -> MtpConvention:
 
 @cache
 def trial_of(truth: Truth) -> Any:
-    """Return a probe of a trained head that keeps the scores it has computed."""
+    """Return a trial of a trained head; the trial computes each score only once."""
     trial: Any = trained(truth).trial()
     trial.first, trial.second = cache(trial.first), cache(trial.second)
     return trial

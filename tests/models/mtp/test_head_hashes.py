@@ -66,7 +66,7 @@ def test_a_changed_target_changes_the_hash_of_the_target(made: Checkpoint) -> No
 
 
 def test_of_large_tensors_samples_are_read_to_both_ends(tmp_path: Path) -> None:
-    """The blocks are evenly spread, so training that changes all weights shows."""
+    """The blocks are evenly spread, so a training of all weights changes the hash."""
     file = tmp_path / "large.safetensors"
     save(file, {"a": mx.zeros(WHOLE)})
     files = HeadFiles({"b": Stored(file, "a")}, False, "a file")

@@ -134,7 +134,7 @@ SPLITS = {
 
 
 def split(folder: Path, name: str, *, kind: str = "mlx") -> tuple[Path, Any, Any]:
-    """Write a target, and its head in a folder of its own, as mlx-vlm splits it."""
+    """Write a target and its head to two folders, as mlx-vlm splits a checkpoint."""
     config, target, head = make(name)
     write_folder(folder / "target", config, [flat(target)], kind="mlx")
     tensors = head_tensors(LAYOUTS[name], target, head, raw=False)

@@ -54,7 +54,7 @@ def test_rows_of_history_need_neither_attention_nor_mlp(
     heavy = {"ScaledDotProductAttention", "Softmax", "GatherMM", "Sigmoid"}
     assert not keys_and_values.keys() & heavy
     assert whole.keys() & heavy
-    # One for the projection, one or two for keys and values, one for any indexer.
+    # One product for the projection, one or two for keys and values, one per indexer.
     assert 2 <= _products(keys_and_values) <= 4
     assert _products(whole) >= _products(keys_and_values) + 3
 
@@ -76,7 +76,7 @@ def _operations(*arrays: mx.array) -> dict[str, int]:
 
 
 class Refusing:
-    """Embedding and output of a target that must not be called."""
+    """The embedding and output of a target, neither of which may be called."""
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Refuse."""

@@ -1,4 +1,4 @@
-"""Rounds of drafts of every family equal numpy, which computes all slots anew."""
+"""Drafts in rounds of every MTP family equal numpy's, computed anew each time."""
 
 from pathlib import Path
 

@@ -104,7 +104,7 @@ FORMS: list[dict[str, Any]] = [
 def test_a_packed_head_is_read_as_its_shapes_say(
     name: str, form: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """config.json describes the target's packing, which is another one."""
+    """config.json describes the target's packing, which differs from the head's."""
     config, target, head = make(name)
     layout = LAYOUTS[name]
     tensors = head_tensors(layout, target, head, raw=False)
@@ -181,7 +181,7 @@ def test_packed_latent_projections_are_split_without_another_rounding(
 
 
 def test_fp8_blocks_are_multiplied_by_their_scales() -> None:
-    """The weight has two by three blocks of 128, of which the last are partial."""
+    """The weight has 2 x 3 blocks of 128 x 128; those at its ends are partial."""
     key = mx.random.key(0)
     weight = mx.to_fp8(mx.random.normal((200, 300), key=key))
     scales = mx.random.uniform(0.5, 2, (2, 3), key=key)

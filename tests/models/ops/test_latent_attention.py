@@ -105,7 +105,7 @@ def test_a_class_of_ones_own_keeps_its_way() -> None:
     first: Any = attentions(model)[0]
 
     class Attention(type(first)):  # type: ignore[misc]
-        """A class of one's own, which may attend in another way."""
+        """A user's class, which may attend in another way."""
 
     first.__class__ = Attention
     assert all(module is not first for module in attentions(model))

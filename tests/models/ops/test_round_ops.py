@@ -1,7 +1,7 @@
-"""In rounds on x86-64 with OpenBLAS, layers call the attention of that room.
+"""In rounds on x86-64 with OpenBLAS, layers call the attention in models/cpu.
 
-The tests simulate such a machine; only the last one uses OpenBLAS, in a process of its
-own. Attention itself is tested elsewhere.
+The tests simulate such a machine; only the last test uses OpenBLAS, in another process.
+test_cpu_attention.py tests the attention itself.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture(name="called")
 def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let attention serve; return the list of its calls.
+    """Let rounds use the attention; return the list of its calls.
 
     It runs on the CPU, since a GPU rounds float32 products more coarsely.
     """

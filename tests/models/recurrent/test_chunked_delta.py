@@ -46,7 +46,7 @@ Array = NDArray[np.float64]
 
 @pytest.fixture(name="in_chunks")
 def _in_chunks(monkeypatch: pytest.MonkeyPatch) -> list[chunked_delta.Chunk]:
-    """Let chunks serve with any BLAS; return the list of chunks that ran."""
+    """Let chunks run with any BLAS; return the list of chunks that ran."""
     made: list[chunked_delta.Chunk] = []
 
     def noted(*args: Any) -> chunked_delta.Chunk:

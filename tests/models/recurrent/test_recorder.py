@@ -27,7 +27,7 @@ from support.models.recurrent_models import (
     recurrent,
 )
 
-# A model for each recipe, and mixers that run again; the test of prefixes has all.
+# Models for each recipe and for mixers that run again; the prefix test has all models.
 QUICK = (
     *("qwen3_5", "mamba", "mamba2", "recurrent_gemma", "rwkv7", "bailing_moe_v3"),
     *("kimi_linear", "lfm2", "falcon_h1", "plamo2", "baichuan_m1", "bailing_hybrid"),
@@ -85,7 +85,8 @@ def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
     of a larger product. Where a family has separate formulas for one and for many
     rows, a replay of one row uses another formula than the recorded forward. So unless
     the table of tiny models promises equal bits, the bound is the difference between
-    feeding the kept rows at once and one by one, which plain decoding has as well.
+    feeding the kept rows at once and one by one, a difference that plain decoding has
+    as well.
     """
     model = build_recurrent(name)
     start = prefilled(model)

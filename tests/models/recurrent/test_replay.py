@@ -1,4 +1,4 @@
-"""States replayed from notes are right and lazy, and need no weights."""
+"""States replayed from recorded calls are right and lazy, and need no weights."""
 
 import copy
 import importlib
@@ -120,7 +120,7 @@ def _forbidden(self: nn.Module, *args: Any) -> mx.array:
 
 @pytest.mark.parametrize("name", RECURRENT_MODELS)
 def test_nothing_is_evaluated_when_a_prefix_is_kept(name: str) -> None:
-    """The tokens raise when they are evaluated, and a forward and a commit do not.
+    """Evaluating the tokens raises an error; a forward and a commit raise none.
 
     On a CPU, unquantized experts in bfloat16 raise when they are evaluated, not before.
     """

@@ -1,8 +1,8 @@
-"""Hooks of one model in several threads, and of several owners in one.
+"""Hooks of one model in several threads, and of several owners in one thread.
 
 Every linear layer yields to other threads, so that threads overlap inside the mixers.
-Notes belong to a thread. The last owner that leaves removes the hooks, also those on
-parts of mixers.
+Recorded calls belong to a thread. The last owner that leaves removes the hooks, also
+those on parts of mixers.
 """
 
 import gc

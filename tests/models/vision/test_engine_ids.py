@@ -1,4 +1,4 @@
-"""The engine's ids have one id per slot of an image, unlike ids of some families."""
+"""The engine has one id per slot (row) of an image; some families have others."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every family of mlx-vlm that reads images is in one table: served or refused."""
+"""Every family of mlx-vlm that reads images is in one table, SERVED or REFUSED."""
 
 import importlib.util
 import re

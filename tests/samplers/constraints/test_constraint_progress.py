@@ -1,4 +1,4 @@
-"""Masks of verify rows and commits are the same as for tokens one by one."""
+"""Masks and commits for several tokens at once equal those for one by one."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -33,7 +33,7 @@ def usable(missing: Collection[int] = ()) -> NDArray[np.bool_]:
 def may_follow(
     automaton: TokenAutomaton, path: list[int], ends: set[int], missing: set[int]
 ) -> list[int] | None:
-    """Return the ids allowed after a path, by the table alone; None: not allowed."""
+    """Return the ids that the table allows after a path; None: no such path."""
     state = automaton.begin()
     for token in path:
         if token in ends or token in missing or token not in ids(state):
@@ -200,7 +200,7 @@ def test_a_text_that_is_stuck_is_refused_and_drafts_that_get_stuck_are_not() -> 
 def test_a_failure_counts_where_it_is_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A grammar that is too complex after a draft may never come to that draft."""
+    """A grammar may be too complex after a draft that the text never accepts."""
 
     def failing(self: AutomatonState) -> NDArray[np.bool_]:
         if self._place == 2:

@@ -161,7 +161,7 @@ def test_a_lark_grammar_may_be_recursive() -> None:
 
 
 def test_no_token_of_its_own_ends_the_text() -> None:
-    """Neither the tokenizer's end-of-text id does, nor the one given to the library."""
+    """Neither the tokenizer's end-of-text id nor the library's ends the text."""
     end = DEMO.eos_token_id
     for grammar, text in ((regex("a*", DEMO), "a"), (regex("a", DEMO), "a")):
         state = at(grammar, DEMO.encode(text))

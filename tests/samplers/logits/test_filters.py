@@ -49,7 +49,7 @@ def kept(filtered: mx.array) -> Any:
 
 
 def mass_above(log_probs: mx.array) -> Any:
-    """Return the total probability of all more probable tokens, float64."""
+    """Return for each token the sum of all larger probabilities, float64."""
     probs = np.exp(np.array(log_probs).astype(np.float64))
     above = np.empty_like(probs)
     for row, sums in zip(probs, above, strict=True):
@@ -71,7 +71,7 @@ def mass_above(log_probs: mx.array) -> Any:
 def test_the_edge_of_top_p_is_exact_in_whole_numbers(
     key: int, vocab: int, share: float, at_once: int, spread: float, ties: bool
 ) -> None:
-    """This holds for any power of two of the row, and with any number of ties."""
+    """This holds for any number of tokens sorted at once, and any number of ties."""
     probs = mx.exp(some_log_probs(key, (2, 3, vocab), spread, ties))
     edges = np.array(nucleus_edge(probs, share, at_once))
     assert edges.shape == (2, 3, 1)
@@ -126,9 +126,9 @@ def test_top_p_equals_mlx_lms_but_at_the_edge_of_float32_sums(
 def test_how_often_top_p_differs_from_mlx_lms_for_large_vocabularies(
     vocab: int, rows: int, most: int
 ) -> None:
-    """Of 4096 tokens almost never; of 151,936 about 20 have sums that float32 misses.
+    """Of 4096 tokens almost none differ, of 151,936 about 20: float32 sums are inexact.
 
-    There the exact sums agree with ours.
+    For these tokens our result is that of exact sums.
     """
     log_probs = some_log_probs(7, (rows, vocab))
     got, theirs = kept(top_p(log_probs, 0.9)), kept(apply_top_p(log_probs, 0.9))
@@ -151,7 +151,7 @@ def test_top_k_keeps_k_tokens_the_lowest_ids_among_equals(
 
 @given(key=KEYS, share=st.sampled_from([1e-6, 0.05, 0.5, 1.0]), keep=st.integers(1, 12))
 def test_min_p_equals_mlx_lms(key: int, share: float, keep: int) -> None:
-    """It also keeps all tokens if there are fewer than asked for; mlx-lm fails then."""
+    """If there are fewer tokens than asked for, all are kept; mlx-lm fails then."""
     log_probs = some_log_probs(key, (3, 10))
     expected = apply_min_p(log_probs, share, min(keep, 10))
     assert mx.array_equal(min_p(log_probs, share, keep), expected).item()
@@ -198,7 +198,7 @@ def test_xtc_is_applied_as_often_as_asked_row_by_row() -> None:
 def test_rows_together_and_beside_padding_equal_each_row_alone(
     options: dict[str, Any], key: int, vocab: int, rows: int, ties: bool
 ) -> None:
-    """They are equal bit for bit, so a verify of rows chooses like a plain step."""
+    """They are equal bit for bit, so a verify chooses like a plain step."""
     log_probs = some_log_probs(key, (rows, vocab), 1.5, ties)
     coins = mx.random.uniform(shape=(rows,), key=mx.random.key(key))
     sampling = Sampling(**options)
@@ -217,7 +217,7 @@ def test_rows_together_and_beside_padding_equal_each_row_alone(
 
 @pytest.mark.parametrize("vocab", [5, 3000])
 def test_a_row_without_a_choice_is_filtered_without_harm(vocab: int) -> None:
-    """Other code refuses it; here it must not be read out of bounds."""
+    """Other code refuses such a row; filters must not read it out of bounds."""
     options = Sampling(top_p=0.9, min_p=0.1, xtc_probability=1.0, top_k=3)
     for value in (mx.nan, -mx.inf):
         log_probs = mx.full((2, vocab), value)

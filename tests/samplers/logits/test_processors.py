@@ -40,7 +40,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "serial": Recorder,
 }
 
-# (draft length, right drafts, number of rows after which a first try fails)
+# (which drafted tokens are right, number of rows after which a first try fails)
 ROUNDS = st.lists(
     st.tuples(st.lists(st.booleans(), max_size=4), st.none() | st.integers(1, 6)),
     min_size=1,
@@ -54,7 +54,7 @@ def a_chooser(sampling: Sampling, kinds: list[str]) -> tuple[Chooser, list[Any]]
 
 
 def records(processors: list[Any]) -> list[Any]:
-    """Return the state and the calls of those that keep any."""
+    """Return the state and the calls of the processors that record them."""
     return [(p.state, p.calls) for p in processors if isinstance(p, Recorder)]
 
 

@@ -43,7 +43,7 @@ def arrays(dtype: mx.Dtype, *values: Array) -> list[mx.array]:
 
 
 def count(rule: Rule, passed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the accepted counts from coins, by the definition of each rule."""
+    """Return the accepted counts by the rule's definition, given which coins passed."""
     rows = passed.reshape(-1, passed.shape[-1])
     if rule is REJECTION:
         counts = [[*row, False].index(False) for row in rows]
@@ -84,7 +84,7 @@ def test_coins_pass_below_the_acceptance_probability(
 
 @each(dtype=BELOW_1, rule=[REJECTION, BLOCK])
 def test_every_coin_passes_where_the_quotient_is_1(rule: Rule, dtype: mx.Dtype) -> None:
-    """The largest coin times q does not round up to q."""
+    """The largest coin times the draft's probability q does not round up to q."""
     target, _, drafted = distributions("equal", (500,), 3, 4)
     t = mx.array(target, dtype=dtype)
     coins = mx.full(drafted.shape, BELOW_1[dtype], dtype=dtype)
@@ -189,7 +189,7 @@ def check_same(ours: RuleOutcome, theirs: RuleOutcome) -> None:
 
 @each(known=[True, False], rule=[REJECTION, BLOCK])
 def test_a_draft_that_has_ended_is_a_shorter_draft(rule: Rule, known: bool) -> None:
-    """In a batch it ends with rows of zeros, or with the id -1."""
+    """In a batch a draft ends with rows of zeros, or with the id -1."""
     target, draft, drafted = distributions("spread", (40,), 4, 3)
     t, d = arrays(mx.float32, target, draft)
     x = mx.array(drafted)

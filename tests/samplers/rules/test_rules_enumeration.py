@@ -60,7 +60,8 @@ def exact(function: Callable[..., mx.array], *arrays: Array) -> Array:
 
 
 def tokenwise_closed_form(distributions: Tables) -> Array:
-    """Each position is reached with the product of min(p, q), then accepted."""
+    """Return the mean number of accepted tokens, where a position is reached with the
+    product of min(p, q) at the positions before it."""
     both = [
         np.minimum(p, q)
         for p, q in zip(distributions.target, distributions.draft, strict=False)
@@ -93,7 +94,7 @@ def keyed_closed_form(distributions: Tables) -> Array:
 
 
 def block_closed_form(distributions: Tables) -> Array:
-    """Return the probability that a prefix is reached: min(draft's, last one * p)."""
+    """Return the mean number accepted; a prefix is reached with min(q, last * p)."""
     reached = np.ones((distributions.pairs, 1))
     total = np.zeros(distributions.pairs)
     for depth in range(distributions.k):
@@ -161,7 +162,7 @@ def test_keyed_choice_emits_the_targets_distribution_for_many_pairs(
 def test_one_noise_draws_each_of_two_tokens_from_its_own_distribution(
     vocab: int, k: int
 ) -> None:
-    """The sums of the closed form for keyed choice are the two distributions."""
+    """Summed over one token, the closed form is the distribution of the other."""
     distributions = tables(vocab, k, seed=0)
     for target, draft in zip(distributions.target, distributions.draft, strict=False):
         both = shared_noise_distribution(target, draft)
@@ -177,7 +178,7 @@ def test_one_noise_draws_each_of_two_tokens_from_its_own_distribution(
 
 
 def test_shared_noise_follows_its_closed_form() -> None:
-    """Of 400,000 draws every cell is within 5 standard deviations."""
+    """In 400,000 draws every cell is within 5 standard deviations."""
     count = 400_000
     first, second = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.1, 0.2, 0.3, 0.4])
     noise = np.random.default_rng(1).gumbel(size=(count, 4))
@@ -207,7 +208,7 @@ def test_drafts_chosen_without_chance_keep_the_distribution(rule: Rule) -> None:
 def test_a_rule_without_the_drafts_distributions_accepts_fewer(
     rule: Rule,
 ) -> None:
-    """Any token that is independent of the target's draw may be verified so."""
+    """Any token independent of the target's draw can be verified in this way."""
     for vocab, k in SIZES:
         distributions = tables(vocab, k, 1)
         outcome = enumerate_rule(rule, distributions, chance=False)
@@ -217,7 +218,7 @@ def test_a_rule_without_the_drafts_distributions_accepts_fewer(
 
 @BOTH
 def test_drafts_that_end_early_keep_the_distribution(rule: Rule) -> None:
-    """They end where the next largest probability is below 0.55, or at random."""
+    """They end where the draft's largest probability is below 0.55, or at random."""
     for vocab, k in SIZES:
         distributions = tables(vocab, k, 2)
         whim = np.random.default_rng(k)
@@ -285,7 +286,7 @@ def test_what_a_benchmark_expects_of_block_verification_is_its_mean() -> None:
 def test_in_float32_the_distribution_is_off_by_rounding_alone(
     rule: Rule, vocab: int, k: int
 ) -> None:
-    """The same enumeration with the rule's arithmetic in float32: below 3e-7."""
+    """With the rule's arithmetic in float32 the enumeration is off by below 3e-7."""
     distributions = tables(vocab, k, seed=6)
     outcome = enumerate_rule(rule, distributions, dtype=mx.float32)
     check_lossless(outcome.distribution, distributions, within=3e-7)

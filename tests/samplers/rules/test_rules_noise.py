@@ -93,7 +93,7 @@ def test_draws_differ_by_seed_purpose_round_and_position() -> None:
 
 
 def test_coins_are_uniform_and_gumbel_rows_follow_their_distribution() -> None:
-    """Kolmogorov-Smirnov at 90,000 coins and 200,000 values; odds of 1e-6."""
+    """Kolmogorov-Smirnov of 90,000 coins and of 200,000 values, at odds of 1e-6."""
     starts, positions = mx.repeat(mx.arange(300), 300), mx.tile(mx.arange(300), 300)
     keys = round_keys(stream_key(1, COIN), starts, positions)
     noise = np.array(gumbel_of(keys[:2000], 100), dtype=np.float64).ravel()
@@ -103,8 +103,8 @@ def test_coins_are_uniform_and_gumbel_rows_follow_their_distribution() -> None:
 
 
 def test_neighbouring_draws_are_uncorrelated() -> None:
-    """90,000 coins beside those of the next round, position, both, and purpose: below
-    5 standard errors. Also beside what a position alone would give to two rounds."""
+    """90,000 coins and those of the next round, position, both, or another purpose have
+    correlations below 5 standard errors; also where round + position is equal."""
 
     def drawn(purpose: int, round_step: int, step: int) -> np.ndarray:
         starts = mx.repeat(mx.arange(300), 300) + round_step

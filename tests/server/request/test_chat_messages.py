@@ -1,4 +1,4 @@
-"""Chats: templates, reasoning, tool calls and schemas, through mlx-lm's own handler."""
+"""Chats over HTTP: templates, reasoning, tool calls and schemas."""
 
 import json
 from collections.abc import Callable, Iterator

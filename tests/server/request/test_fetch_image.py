@@ -1,4 +1,4 @@
-"""Fetching an image: requests, accepted answers, and refusals before or after them."""
+"""Fetching an image: requests, answers, and refusals before or after a request."""
 
 import gzip
 import ipaddress

@@ -29,7 +29,7 @@ from support.processes.servers import (
 
 GOOD: dict[str, Any] = {"model": NAME, "prompt": "GOOD", "max_tokens": 2}
 CHAT = "/v1/chat/completions"
-# Requests of each of the two property tests over sockets: by default, and if slow.
+# Numbers of requests of each property test over sockets: by default, and if slow.
 EXAMPLES = pytest.mark.parametrize(
     "examples", [60, pytest.param(5000, marks=pytest.mark.slow)]
 )

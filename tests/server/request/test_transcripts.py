@@ -160,7 +160,7 @@ def test_empty_results_and_those_of_images_are_texts() -> None:
 
 
 def test_a_deferred_tool_is_described_where_it_is_named() -> None:
-    """Its schema in the head would change the beginning that all turns share."""
+    """Its schema among the other tools would change the prefix that all turns share."""
     late = {**TOOL, "name": "late", "defer_loading": True}
     hidden = {**TOOL, "name": "DeferredToolPlaceholder", "defer_loading": True}
     before = messages(turn("user", "Q"), tools=[TOOL, hidden])
