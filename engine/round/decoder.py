@@ -141,7 +141,8 @@ class StreamDecoder(Decoder):
         prefill = self.prefill
         if not length or prefill.drafter_begun or prefill.drafter(self.fits):
             self._follows = self._plan
-            self._length = 0 if request.drafter is None else min(length, limit)
+            drafts = request.drafter is not None
+            self._length = max(0, min(length, limit)) if drafts else 0
         request.clock.start(planning=planning, behind=self.ahead > 0)
         return [self._length], ()
 
