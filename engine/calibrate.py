@@ -1,6 +1,6 @@
 """Measures the costs of rounds of streams and batches, before there are requests.
 
-A stream, or rows with the same prompt, run until every draft length was measured. The
+A stream, or rows of a batch with one prompt, run until each length was measured. The
 texts do not matter: the cost of a round depends on the number of rows, the draft length
 and the context.
 """

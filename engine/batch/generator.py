@@ -42,12 +42,12 @@ class BatchGenerator:
     """Generates the text of many requests, the rows of a batch.
 
     `next` runs one round of every row. An inserted row joins between two rounds, once
-    its prompt is read: at most one chunk of prompts is read between two rounds. A row
-    that ends makes room for another one.
+    its prompt is read. At most one chunk of prompts is read between two rounds. A row
+    that ends makes room for another row.
 
-    One thread at a time uses a batch. Ctrl-C, like any error of a signal handler, is
-    raised at the end of a round or of a chunk of a prompt. The next call of `next` then
-    returns the responses that the interrupted call did not return.
+    Only one thread at a time may use a batch. Ctrl-C, like any error of a signal
+    handler, is raised at the end of a round or of a chunk of a prompt. The next call of
+    `next` then returns the responses that the interrupted call did not return.
 
     Args:
         generator: a `SpeculativeGenerator`; the rows have its options.
@@ -90,7 +90,7 @@ class BatchGenerator:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ids of the rows whose prompts are not completely read, as inserted."""
+        """Ids of rows whose prompts are not completely read, in order of insertion."""
         return tuple(row.uid for row in self._queue.waiting)
 
     @property
@@ -134,8 +134,8 @@ class BatchGenerator:
         """
         with DeferredSignals(checkpoints=True):
             if self._queue.waiting and not self._wired:
-                # A stream that ends restores the limit that it found. So the batch
-                # wires the memory first, until it is closed.
+                # A stream that ends restores the wired limit from before it began. So
+                # the batch sets the limit first, and restores it only when closed.
                 self._wired = True
                 close_at_exit(self._open)
                 self._open.enter_context(wired(self._generator.model))
@@ -213,7 +213,7 @@ class BatchGenerator:
         self.close()
 
     def __del__(self, finalize: Callable[..., None] = finalize) -> None:
-        """Restore the wired memory of a batch that is dropped before it is closed."""
+        """Restore the wired limit if a batch is dropped before it is closed."""
         if self._wired and not self._closed:
             finalize(self._open.close)
 

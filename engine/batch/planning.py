@@ -1,4 +1,4 @@
-"""The decoder of a batch, which plans drafter and draft length of each request.
+"""The decoder of a batch: it plans the drafter and the draft length of each request.
 
 Requests share one drafter if its kind (a draft model, an MTP head) can be shared. Other
 drafters, such as lookups, belong to one request. A drafter reads the prompt before its
@@ -57,7 +57,7 @@ class BatchDecoder(Decoder):
         self.lengths.take(rows)
 
     def _shared_by(self, row: BatchRequest) -> SharedDrafter | None:
-        """Return a drafter shared by requests like this one; None: it cannot be."""
+        """Return a drafter for all requests like this one; None: none can be shared."""
         lane, head = row.drafter.batch_lane, row.drafter.batch_head
         if lane is not None:
             return SharedModel(BatchLane(lane.model, self._sizes))
@@ -77,7 +77,7 @@ class BatchDecoder(Decoder):
         drafts = any(limits) and (not self.ahead or self._drafts_behind)
         if drafts:
             self._prepare(limits)
-            self._met_new_shapes()  # forget those of the prefill: not of the round
+            self._met_new_shapes()  # forgets the prefill's shapes
         self._running.clock.start(behind=self.ahead > 0)
         return self._divided(limits) if drafts else ((), ())
 
@@ -87,7 +87,7 @@ class BatchDecoder(Decoder):
         It does not if the next round is expected to draft, unless drafters can propose
         while a step is in flight.
         """
-        if any(self._limits):  # no proposal came, or it waits for the step in flight
+        if any(self._limits):  # nothing was proposed, or a drafter waits for the step
             return self._drafts_behind
         after = []
         for limit in self.room:
@@ -126,7 +126,7 @@ class BatchDecoder(Decoder):
         """Return whether drafters can propose while a step is in flight.
 
         A shared drafter cannot: if it is expected to pay, no step is submitted ahead.
-        Nor is a step while drafters read prompts, which would distort its cost.
+        Nor is one submitted while drafters read prompts: this would distort its cost.
         """
         return self._sequential and not self._reading and not self._waits
 
@@ -163,7 +163,7 @@ class BatchDecoder(Decoder):
     def _divided(self, limits: list[int]) -> tuple[list[int], list[int]]:
         """Return each request's limits for its own drafter, and for the shared one.
 
-        A request whose source no rule chooses uses the shared drafter, if there is one.
+        A request without a `RuledDrafter` uses the shared drafter, if there is one.
         """
         rows, shared, self._waits = self._rows, self._proposals.shared, False
         plan = self._choose(limits)

@@ -33,11 +33,11 @@ class BatchQueue:
         self.running: list[BatchRequest] = []
         self.groups = defaultdict[KVQuantization | None, RunningTogether](new_group)
         self.ready: list[BatchResponse] = []
-        self._joining: list[BatchRequest] = []  # prompts are read, to join a group
+        self._joining: list[BatchRequest] = []  # have read their prompts; join next
         self._statistics, self._most = statistics, most
 
     def add(self, row: BatchRequest) -> None:
-        """Append a request to those that wait."""
+        """Add a request to the end of the queue."""
         self.rows[row.uid] = row
         self.waiting.append(row)
         self._count_alone(row)

@@ -36,7 +36,7 @@ class StreamSource(Protocol):
 
     @property
     def lengths(self) -> PolicyFactory:
-        """Decides draft lengths."""
+        """Makes the draft length policies."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class StreamSource(Protocol):
 
     @property
     def exact(self) -> int | None:
-        """The rows of every forward in exact mode; None: not in exact mode."""
+        """The number of rows of each forward in exact mode; None: not in exact mode."""
         ...
 
     def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Stream:
@@ -59,10 +59,10 @@ class BatchRequest:
     """One request of a batch."""
 
     uid: int  # returned by `BatchGenerator.insert`
-    stream: Stream  # turns its tokens into text, and ends it
+    stream: Stream  # turns the request's tokens into text; ends the request
     alone: str | None = None  # why it cannot share forwards; None: it can
     error: Exception | None = None  # the error that ended it
-    # Of its last round, not handed out yet
+    # Chunks of its last round that are not handed out yet
     chunks: list[Chunk] = field(default_factory=list)
 
     # Looked up once, since each round needs them:
@@ -98,7 +98,7 @@ class BatchRequest:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Its own lanes of target and draft models, empty while it shares a lane."""
+        """Its own lanes of target and draft; a shared lane takes their caches."""
         result = [self.request.target, *self.request.open_drafter.lanes]
         return [lane for lane in result if lane is not None]
 

@@ -30,8 +30,8 @@ class BatchStatistics:
 
     Attributes:
         rounds: calls of `next` in which rows ran.
-        forwards: forwards of the target over rows that run together, without those
-            that read prompts.
+        forwards: forwards of the target over rows that run together, not counting
+            those that read prompts.
         row_rounds: the sum of the numbers of rows of these forwards.
         drafted: drafted tokens of all rows.
         accepted: accepted tokens of all rows.

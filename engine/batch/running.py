@@ -1,7 +1,8 @@
 """Requests of a batch that share forwards: how they join and leave, and their rounds.
 
 Between two rounds the caches hold every request's known tokens except the last token.
-If a plain step is in flight (fed, its choices not read), they hold this token too.
+If a plain step is in flight (its tokens are fed, its choices not read), the caches hold
+the last token too.
 
 `planning` has the decoder, which runs each round for all requests at once. This module
 hands the outcomes to the requests.
@@ -59,7 +60,7 @@ class RunningTogether:
         return self._rounds.in_flight is not None
 
     def join(self, rows: Sequence[BatchRequest]) -> None:
-        """Add requests whose prompts are read up to the last token."""
+        """Add requests whose prompts are read, except the last token of each."""
         assert not self.in_flight
         if not rows:
             return
@@ -67,7 +68,7 @@ class RunningTogether:
         self._take([*self.rows, *rows])
         for row in rows:
             if not row.request.drafts:
-                row.request.target.follower = None  # no drafter reads its states
+                row.request.target.follower = None  # no drafter reads these states
 
     def _take(self, rows: list[BatchRequest]) -> None:
         self.rows = rows

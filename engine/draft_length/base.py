@@ -75,7 +75,7 @@ class Plan:
     plain     no draft pays, or the credit does not allow one
     measure   a plain step whose cost is measured
     budget    the budget has no room for a draft
-    free      the longest draft; the rule picks source and length among proposals
+    free      the longest draft; the rule then picks among the proposals
     """
 
     length: int  # tokens to draft; 0 is a plain step
@@ -126,7 +126,7 @@ class Feedback:
 
     @property
     def steady(self) -> bool:
-        """Return whether it is a plain step between two others.
+        """Return whether the round is a plain step between two others.
 
         On a CPU, which computes a step while submitting it, the first of several plain
         steps takes the time of two, and the last one takes hardly any.
@@ -146,7 +146,7 @@ class DraftLengthPolicy(Protocol):
 
     @property
     def longest(self) -> int:
-        """The longest draft of a plan."""
+        """The largest draft length of a plan."""
         ...
 
     def plan(self, context: int, limit: int) -> Plan:

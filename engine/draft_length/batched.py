@@ -4,7 +4,7 @@ The target's forward has the same number of tokens for each request, so the long
 draft determines the cost of a round, and shorter ones save nothing. The rule weighs the
 expected tokens of all requests against the time of the round, and picks a source and a
 length; length 0 is plain decoding. Costs are kept by the number of requests, rounded up
-to a power of two, or by the padded number of rows if rows are padded to few numbers.
+to a power of two; in a batch that pads its rows, by the padded number of rows.
 Batches of any size share one credit, but a batch of one request uses the credit of
 streams. Requests with their own draft length keep it.
 """
@@ -24,10 +24,10 @@ _NO_PLAN = Plan(0, "plain")
 
 
 class BatchMember(Protocol):
-    """The members of a batch's request that concern its draft length.
+    """The attributes of a batch's request that concern its draft length.
 
     Attributes:
-        planner: plans for it; set by `BatchDraftLength.take`.
+        planner: plans the request's drafts; set by `BatchDraftLength.take`.
     """
 
     planner: Any
@@ -139,7 +139,7 @@ class BatchDraftLength:
     def choose(
         self, context: int, limit: int, offered: Offered, *, behind: bool
     ) -> Plan:
-        """Return the plan with the source that drafts for all, and the draft length.
+        """Return the plan: the source that drafts for all requests, and its length.
 
         Args:
             context: how many tokens the longest request has in the target's caches.

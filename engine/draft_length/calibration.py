@@ -25,7 +25,7 @@ class Calibration:
 
     Attributes:
         longest: the longest draft.
-        prompt: arbitrary tokens of the context.
+        prompt: as many arbitrary tokens as the context is long.
         rounds: the number of rounds of the calibration.
         done: the number of rounds that have run.
     """

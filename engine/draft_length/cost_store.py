@@ -1,9 +1,9 @@
 """Storage of calibrated costs, for later processes.
 
 Each combination of machine, mlx version, target and draft has a file. Stored costs
-affect the speed of a text, never the text. What streams learn is not stored: this would
-save about 1 % of the time of the first 200 tokens, and measurements made while the
-machine was busy would be used long afterwards.
+affect the speed of a text, never the text. What streams learn is not stored: storing it
+would save only about 1 % of the time of the first 200 tokens, and measurements made
+while the machine was busy would be used long afterwards.
 """
 
 import math

@@ -2,9 +2,9 @@
 
 The cost of a draft length is the median of its last rounds, so that one slow round has
 no effect. Costs between measured lengths are interpolated. Beyond these lengths, costs
-are assumed to grow at half the slope: a length whose cost is assumed too low is tried,
-and its cost corrected. Costs that are not measured again are dropped: a cost that is
-too high would end drafting.
+are assumed to grow at half the mean slope: a length whose cost is assumed too low is
+tried, and its cost corrected. Costs that are not measured again are dropped: a cost
+that is too high would end drafting.
 """
 
 from collections import deque
@@ -20,11 +20,11 @@ from mlx_speculation.models import row_size
 SAMPLES = 9
 # The cost of a plain step counts as known after this many steps.
 LEAST_PLAIN = 2
-# A draft length that was not measured in this many rounds is dropped.
+# The costs of a draft length that was not measured in this many rounds are dropped.
 FORGETS = 128
 # The cost of a drafted token before any is measured, as a share of a plain step.
 GUESSED_SHARE = 0.25
-# Contexts up to here cost about the same; each doubling beyond is one more bucket.
+# Contexts up to this length cost about the same; each doubling is one more bucket.
 SHORT_CONTEXT = 512
 
 T = TypeVar("T")
@@ -54,8 +54,7 @@ class RoundCosts:
     def __init__(
         self, measured: CostTable | None = None, kept: CostTable | None = None
     ) -> None:
-        # Seconds per prompt token that the drafter needs before its first draft; 0: not
-        # known
+        # Seconds that the drafter needs to read a prompt token; 0: not known
         self.reading = 0.0
         self.kept = dict(kept or {})
         self._samples: dict[int, dict[int, deque[float]]] = {}

@@ -33,8 +33,8 @@ class PolicyFactory:
         usual: the draft length of streams that pass none; None: adaptive.
         shape: the fixed shape of exact mode, which limits the draft length; None: not
             in exact mode.
-        others: other options of the generator on which costs depend, in JSON types. The
-            draft length of a tree is its number of levels.
+        others: other options of the generator on which costs depend, in JSON types.
+            With trees, the draft length is the number of levels.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -121,10 +121,10 @@ class PolicyFactory:
         return usual_part() if measured is None else measured
 
     def sources(self, rows: int = 0) -> list[Source]:
-        """Return the sources of drafts, which share acceptance between sizes.
+        """Return the sources of drafts; all batch sizes share the acceptance rates.
 
         Args:
-            rows: the number of rows of a batch; 0: those of a single stream.
+            rows: the number of rows of a batch; 0: the sources of a stream.
         """
         if rows not in self._known:
             more = {"rows": rows} if rows else {}

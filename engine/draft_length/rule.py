@@ -7,9 +7,9 @@ round with n drafted tokens is expected to commit
 
 The rule maximizes E(n) - rate x T(n), where the rate is the usual number of tokens per
 second. Thus a draft grows as long as the survival of its next token is at least the
-rate times the seconds that this token adds. A free source has made its proposal and
-knows its survival; a costly source forecasts it. In a batch, which has one draft
-length, E(n) is the mean over the requests.
+rate times the seconds that this token adds. A free source has made its proposal, with
+a survival for each token; a costly source forecasts the survival. In a batch, which has
+one draft length, E(n) is the mean over the requests.
 
 Drafts that are not known to pay are tried, short ones first, on credit: each source has
 a credit, counted in plain steps. The gain of a round over plain steps is added to the
@@ -40,15 +40,15 @@ BATCH_CREDIT = (0.6, 1.0, 0.01)
 LEAST_GAIN = 1.2
 # The longest draft before any is measured.
 FIRST_LENGTH = 2
-# A round counts as at most this many times the usual seconds.
+# A round's seconds count as at most this many times the usual seconds.
 SLOWEST = 2.0
 # After this many rounds with drafts, this many plain steps are measured again.
 REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
 # The usual rate is an average over about this many plain steps.
 MEMORY = 500.0
 
-# For each token, the probability that it and all tokens before it are accepted. Of a
-# free source, it has one value for each proposed token; it is empty without a proposal.
+# For each token, the probability that it and all tokens before it are accepted. A free
+# source gives a value for each proposed token, and none without a proposal.
 Survival = Sequence[float]
 # The survival of each source, for each request.
 Offered = Sequence[Sequence[Survival]]
@@ -83,7 +83,7 @@ class Credit:
         return max(1.0, self.tokens / self.spent)
 
     def count(self, tokens: float, steps: float) -> None:
-        """Count the tokens and the plain steps of a round for the usual rate."""
+        """Count a round's tokens, and its time in plain steps, for the usual rate."""
         keep = 1 - min(0.5, steps / MEMORY)
         self.tokens = self.tokens * keep + tokens
         self.spent = self.spent * keep + steps
@@ -104,7 +104,7 @@ class DraftRule:
 
     Attributes:
         sources, credit, longest: as passed.
-        late: whether it decides in `choose`, after the free sources have proposed.
+        late: whether the rule decides in `choose`, after free sources have proposed.
     """
 
     def __init__(self, sources: Sequence[Source], credit: Credit, longest: int) -> None:
@@ -198,10 +198,10 @@ class DraftRule:
         plain: float,
         behind: bool,
     ) -> Compared:
-        """Return a source with those lengths that may pay and whose loss is affordable.
+        """Return a source with the lengths that may pay and lose at most its credit.
 
-        A round may lose the credit. A draft is at most twice as long as the longest
-        measured one. A free draft costs at most as much as a costly one of its length.
+        A draft is at most twice as long as the longest measured draft. A free draft
+        costs at most as much as a costly draft of the same length.
         If a plain step is in flight, its token counts too, and the first drafted token
         is a guess of that token.
         """
@@ -236,9 +236,9 @@ class DraftRule:
     def _left_of_step(self, plain: float) -> float:
         """Return the seconds that a step in flight still needs when a round begins.
 
-        A GPU still needs nearly the whole step. A CPU needs hardly any time, since it
-        computes a step while submitting it; the first of several plain steps then takes
-        the time of two.
+        A GPU still needs nearly the time of a whole step. A CPU needs hardly any, since
+        it computes a step while submitting it; the first of several plain steps then
+        takes the time of two.
         """
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 

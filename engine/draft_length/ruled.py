@@ -55,8 +55,8 @@ class RuleDraftLength(DraftRule):
         self._chosen: Plan | None = None  # the plan that `choose` made for this round
 
     def survivals(self) -> list[Survival]:
-        """Return the survival of each costly source, by its forecast or its rates."""
-        longest = self.longest + 1  # one token may be a guess of the step's in flight
+        """Return each source's survival, as forecast or by its rates; () if free."""
+        longest = self.longest + 1  # the first may be a guess of a step's token
         result: list[Survival] = []
         for source, survival in zip(self.sources, self.forecast(longest), strict=True):
             if survival is None:
@@ -98,7 +98,7 @@ class RuledDrafter(CascadeDrafter):
         drafters: the drafters, in the order of the sources.
         lengths: picks a drafter and its draft length.
         target: the target's lane. While a plain step is in flight, this lane has seen
-            the last known token, and the first proposed token is a guess of the step's.
+            the last known token; the first proposed token guesses the step's token.
     """
 
     def __init__(

@@ -27,10 +27,10 @@ class CascadeDraft(Draft):
         generator = SpeculativeGenerator(model, tokenizer, draft=draft)
 
     With the adaptive draft length, `engine.draft_length.rule` picks the drafter. With a
-    fixed length, the first drafter that proposes anything drafts, and a lookup nearly
-    always proposes something. When a draft model drafts after rounds of other drafters,
-    it is first fed the tokens of these rounds. A cascade in a cascade is replaced by
-    its members.
+    fixed length, the first drafter that proposes anything drafts; drafters behind a
+    lookup rarely do, since it nearly always proposes something. When a draft model
+    drafts after rounds of other drafters, it is first fed the tokens of these rounds.
+    A cascade in a cascade is replaced by its members.
 
     Args:
         drafters: at least two, each of a kind that a generator takes as its draft.

@@ -36,7 +36,8 @@ from mlx_speculation.models import (
 )
 
 # After a round the lane lacks one or two known tokens. If it lacks more than this many,
-# at a prompt or after rounds without a draft, these are fed before the round, and kept.
+# of a prompt or after rounds without a draft, all but the last are fed first, and kept
+# even if the round is rolled back.
 LONGEST_LAG = 8
 # The proposal if the model's position table is full.
 PAUSED = replace(NOTHING, source="model")
@@ -63,7 +64,7 @@ class ModelDraft(FolderDraft):
 
     @staticmethod
     def fits(config: dict[str, Any]) -> bool:
-        """Return True: a folder of no other kind holds a draft model."""
+        """Return True: a folder that fits no other draft holds a draft model."""
         return True
 
     @classmethod
@@ -85,7 +86,7 @@ class ModelDraft(FolderDraft):
 
     @property
     def reduced_rows(self) -> nn.Module | None:
-        """The rows of its output layer for a reduced vocabulary; None: for all ids."""
+        """The rows of its output layer for a reduced vocabulary; None: not reduced."""
         return None if self._reduced is None else self._reduced.layer
 
     def check(self, target: TargetInfo) -> None:
@@ -190,7 +191,7 @@ class ModelDrafter(OpenDrafter):
         return self._feed(sequence, fits)
 
     def begin(self, sequence: Sequence) -> None:
-        """Feed the prompt to a new lane, or at first to the lane that was passed."""
+        """Feed the prompt to a new lane, or in the first call to the passed lane."""
         self._lane = self._first_lane or self._make_lane()
         self._first_lane = None
         self._round = None
@@ -223,7 +224,7 @@ class ModelDrafter(OpenDrafter):
     def _most(self, sequence: Sequence) -> int:
         """Return how many tokens can be drafted before the position table is full.
 
-        0 or less: none. The last token needs no position, nor do images.
+        0 or less: none. The last drafted token needs no position, nor do images.
         """
         lane = self._lane
         unseen = len(sequence.tokens) - lane.seen
@@ -248,7 +249,7 @@ class ModelDrafter(OpenDrafter):
     ) -> bool:
         """Feed all unseen tokens except the last one and those that stand for images.
 
-        The model reads the text as if it had no images. False: `fits` stopped the feed.
+        The model reads the text as if it had no images. False: `fits` refused a chunk.
         """
         lane, tokens = self._lane, sequence.tokens
         if self._most(sequence) <= 0:

@@ -55,7 +55,7 @@ from mlx_speculation.models.mtp import (
 )
 from mlx_speculation.models.mtp.tree_growth import Level, grow
 
-# More unread positions than this are fed before the forward of the first draft.
+# If more positions than this are unread, a forward before the draft's own feeds them.
 LONGEST_LAG = 64
 
 
@@ -230,7 +230,7 @@ class MtpDrafter(OpenDrafter):
             cache.feed(committed.between(cache.end, stop), stop, self._tokens)
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Continue from kept cache rows of a beginning of the text."""
+        """Continue from kept cache rows of a prefix of the text."""
         self._cache = self._new_cache(0)
         self._cache.resume(snapshot)
 
@@ -268,8 +268,8 @@ class MtpDrafter(OpenDrafter):
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Feed the unread states to the head, and draft after the newest token.
 
-        Proposes nothing if the state before the newest token is missing because a
-        passed cache already held its position.
+        Proposes nothing if the state of the token before the newest token is missing,
+        because a passed cache already held that token.
         """
         self._catch_up()
         newest = len(self._tokens) - 1
@@ -330,14 +330,14 @@ class MtpDrafter(OpenDrafter):
         self._cache.rollback()
 
     def _read_chunk(self) -> None:
-        """Read all chunks but the last, so that the first token does not wait."""
+        """Read all chunks but the newest, so that the first token waits less."""
         before, self._chunk_end = self._chunk_end, self.committed.stop
         self._catch_up(until=before)
 
     def _catch_up(self, longest: int | None = None, until: int | None = None) -> None:
         """Drop the states that the head has read, and feed the others if they are many.
 
-        The state that the first draft needs is left unread.
+        The last state, which the next draft begins with, is left unread.
 
         Args:
             longest: how many states may remain unread; None: `LONGEST_LAG`.

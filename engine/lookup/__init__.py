@@ -4,8 +4,8 @@
     lookup      the longest match over all places
     places      growing indexes, and the match of a text's last tokens in an index
     history     answers of earlier requests, indexes of finished texts
-    survival    the probability that drafted tokens are accepted, learnt by bucket
+    survival    the probability that drafted tokens are accepted, learnt from drafts
     automaton   an index of all substrings
 
-A lookup reads token ids alone: it runs no model and sees no logits.
+A lookup reads only token ids: it runs no model and sees no logits.
 """

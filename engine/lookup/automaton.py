@@ -2,17 +2,17 @@
 
 This is the suffix automaton of Blumer et al. (1985), built online. A state stands for
 all substrings that end at the same positions; the longest of them has `length` tokens.
-The link of a state leads to the state of the next shorter suffix. The link of the last
-state thus leads to the longest suffix of the text that occurred before, without a
-search.
+The link of a state leads to the state of its longest suffix that also ends elsewhere.
+The link of the last state thus leads to the longest suffix of the text that occurred
+before, without a search.
 
     text a b c a b      the last state's link is the state of "a b"
     match               length 2, end 2: c followed
 
 Each state also holds the end of its latest occurrence that has a successor, and the
-number of such occurrences. The share of a token is how often it followed a substring,
-divided by how often any token followed it. A new token changes the end and the count of
-each state on the path of links from the last state. The path is short in usual text,
+number of such occurrences. The share of a token is how often this token followed a
+substring, divided by how often any token did. A new token changes the end and the count
+of each state on the path of links from the last state. The path is short in usual text,
 but in a long run of one token it is as long as the run, so it is cut. States beyond the
 cut keep an earlier occurrence, which is also valid, and their counts are too low.
 """
@@ -63,7 +63,7 @@ class SuffixAutomaton:
         self._length = array("i", [0])
         self._link = array("i", [-1])
         self._end = array("i", [0])  # 0: no occurrence has a successor
-        self._count = array("i", [0])  # occurrences with a successor, or a BREAK
+        self._count = array("i", [0])  # occurrences before a token or a BREAK
         # The first transition of each state, mostly the only one; others are in _more.
         self._token = array("i", [_NOTHING])
         self._target = array("i", [0])
@@ -112,8 +112,8 @@ class SuffixAutomaton:
         """Return at most `count` tokens that followed the latest occurrence of a state.
 
         They end before a `BREAK`. If the indexed tokens end first, the result is
-        repeated, as if each copied token were appended to them: after a b c a b c, with
-        the end at 3, the result is a b c a b c ...
+        repeated, as if each copied token were appended to them: with a b c a b c
+        indexed, and a state whose end is 3, the result is a b c a b c ...
         """
         end = self._end[state]
         result = self.tokens[end : end + count].tolist()
@@ -126,8 +126,8 @@ class SuffixAutomaton:
     def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield how often each token followed, and how often any token followed.
 
-        Each token is counted after the tokens before it; if these never occurred in the
-        index together, both numbers are 0.
+        Each token is counted after the state and the tokens before it. If a token never
+        followed these, both numbers are 0, for it and for all tokens behind it.
         """
         count = self._count
         total = count[state]

@@ -33,10 +33,10 @@ class LookupDraft(Draft):
 
         generator = SpeculativeGenerator(model, tokenizer, draft=LookupDraft())
 
-    A lookup takes the longest match in the text, the stream's `prediction`, the answers
-    of earlier requests and documents. It learns how often its tokens are accepted; with
-    the adaptive draft length it drafts only tokens that pay for their rows, see
-    `engine.draft_length.rule`. Streams share everything but their texts.
+    A lookup takes the longest match in the text, the stream's `prediction`, earlier
+    answers, or the documents. It learns how often its tokens are accepted; with the
+    adaptive draft length it drafts only tokens that pay for their rows, see
+    `engine.draft_length.rule`. Streams share all but texts and predictions.
 
     Args:
         corpus: documents to search, each a list of token ids of the target's
@@ -68,7 +68,7 @@ class LookupDraft(Draft):
         return self.kind
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
-        """Return a draft with the same places, without the history if not allowed."""
+        """Return a draft with the same places, but no history if it is not allowed."""
         if options.history or self._limit is not None:
             return self
         draft = copy.copy(self)
@@ -103,7 +103,7 @@ class LookupDrafter(OpenDrafter):
             pass
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose the tokens that followed the longest match; nothing without one."""
+        """Propose the tokens that followed the longest match; none without a match."""
         result = self._of(sequence).propose(sequence.tokens, limit)
         if not result.tokens:
             return _NOTHING_FOUND

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mlx_speculation.engine.lookup.automaton import BREAK
 from mlx_speculation.engine.lookup.places import GrowingIndex
 
-# Tokens before an answer that are kept with it, so that its first token has a match.
+# The number of tokens before an answer to keep, so that its first token has a match.
 BEFORE = 8
 
 

@@ -36,7 +36,7 @@ class Found:
         survival: for each token, the probability that it and all tokens before it are
             accepted; improbable last tokens are left out.
         place: one of `PLACES`; "" if there is no match.
-        buckets: for each token of `survival` its bucket, see `survival`.
+        buckets: for each token of `survival`, its bucket, see the module `survival`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Lookup:
     place.
 
     Args:
-        shared: the places and rates that it shares with other requests.
+        shared: the places and rates that requests share.
         prediction: the tokens of an expected answer.
     """
 
@@ -165,7 +165,7 @@ class Lookup:
         return [each for each in result if each[0] is not NO_MATCH]
 
     def _judge(self, tokens: Sequence[int]) -> None:
-        """Compare the last proposal with the text since, and learn from it."""
+        """Compare the last proposal with the tokens that came since, and learn."""
         at, result = self._unjudged
         self._unjudged = 0, NOTHING_FOUND
         actual = tokens[at : at + len(result.tokens)]

@@ -9,9 +9,9 @@ from mlx_speculation.engine.lookup.automaton import (
     SuffixAutomaton,
 )
 
-# The largest number of tokens indexed at once: in 8 ms, while other requests wait.
+# The largest number of tokens indexed at once: other requests wait for these 8 ms.
 CHUNK = 2048
-# A cursor that has to start anew in a text searches this many of its last tokens.
+# A cursor that has to start anew searches for this many last tokens of the text.
 LONGEST_SEARCH = 64
 
 

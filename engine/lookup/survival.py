@@ -1,10 +1,10 @@
 """The probability that drafted tokens are accepted, learnt from earlier drafts.
 
 Each token of a draft belongs to a bucket, which has an acceptance rate. The probability
-that tokens 1 to i are all accepted is the product of their rates. The bucket of a token
-of a model or a head is its position in the draft; that of a looked-up token has
+that tokens 1 to i are all accepted is the product of their rates. For a model or a
+head, the bucket is the token's position in the draft; for a lookup, it is made of
 
-    length   the length of the match, with the proposed tokens before this one
+    length   the length of the match, plus the number of proposed tokens before this one
     place    the place of the match, such as the text or a document
     share    how often this token followed the match, over how often any token did
     others   whether the matches of other places continue with the same tokens
@@ -18,16 +18,17 @@ PLACES = ("text", "prediction", "history", "document")
 # The longest match of each bucket of lengths; the last bucket has no limit.
 _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
 _LENGTH_OF = [bisect_left(_LENGTHS, length) for length in range(_LENGTHS[-1] + 2)]
-# Buckets of shares: unknown, 1 of 1, all of 2 or 3, all of more; then by fifths.
+# Buckets of shares: unknown; 1 of 1, all of 2 or 3, all of more; below 1, by fifths.
 _SHARES = 9
-# Buckets of `others`: 0: no other place has a match; else all agree up to here, or not.
+# Buckets of `others`: whether the matches of all other places agree up to this token;
+# 0: no other place has a match.
 AGREES, DIFFERS = 1, 2
 # A draft ends at this survival: a token of lower survival is not worth its row.
 LEAST_SURVIVAL = 1 / 64
 
 
 class AcceptanceRates:
-    """Exponential averages of each bucket's acceptance after accepted tokens only.
+    """Exponential averages of the buckets' acceptance, up to the first rejection.
 
         rates = AcceptanceRates()
         rates.note([0, 1, 2, 3], right=2)   # 1, 1, 0; the last one is not counted
@@ -39,7 +40,7 @@ class AcceptanceRates:
         size: the number of buckets.
         first: the first rate of a bucket.
         weight: the number of tokens that the first rate counts as.
-        window: the number of tokens, about, over which a rate is averaged.
+        window: about how many tokens a rate is averaged over.
     """
 
     def __init__(

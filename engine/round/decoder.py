@@ -1,8 +1,8 @@
-"""Decoders plan rounds, run them, and report to the policies of draft lengths.
+"""Decoders plan rounds, run them, and report them to the draft length policies.
 
-`Decoder` controls the round of one request or of many. Plans differ: `StreamDecoder`
-follows the policy of its only request, and `engine.batch.planning` finds one plan for
-all requests of a batch.
+`Decoder` controls the rounds of one request or of many; its subclasses make the plans.
+`StreamDecoder` follows the policy of its only request; the decoder in
+`engine.batch.planning` finds one plan for all requests of a batch.
 """
 
 import time
@@ -18,7 +18,7 @@ from mlx_speculation.engine.round.request import Request, Running
 from mlx_speculation.engine.round.round import Rounds
 from mlx_speculation.engine.timing import RoundSeconds
 
-# How many tokens to draft for each request: by its own drafter, and by a shared one.
+# The draft length of each request: with its own drafter, and with a shared one.
 Lengths = tuple[Sequence[int], Sequence[int]]
 
 
@@ -41,8 +41,8 @@ class Decoder(ABC):
 
         Args:
             budgets: how many tokens each request may still emit, at least 1.
-            cuts: cut the outcomes before anything is committed.
-            drain: submit no step of the next round.
+            cuts: one for each request; cuts its outcome before the commit.
+            drain: whether to submit no step of the next round.
 
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
@@ -52,7 +52,7 @@ class Decoder(ABC):
         rounds, running, forced = self.rounds, self.rounds.running, {}
         before, self.room = rounds.begin(), []
         self.ahead = int(before.in_flight is not None)
-        for budget in budgets:  # a step in flight emits one token of the budget
+        for budget in budgets:  # less the bonus, and the token of a step in flight
             self.room.append(budget - 1 - self.ahead)
         try:
             # 1. The policy picks k, within the budget and the room of the caches.
@@ -81,7 +81,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def _plan_round(self, forced: Collection[int]) -> Lengths:
-        """Plan drafts but for `forced` places, read prompts, and start the clock."""
+        """Plan drafts except at `forced` places, read prompts, and start the clock."""
 
     @abstractmethod
     def _submits_next(self) -> bool:
@@ -102,7 +102,7 @@ class StreamDecoder(Decoder):
         prefill: lets the target and the drafter read the prompt.
         fits: returns whether the drafter may read n prompt tokens now; None: always.
         decisions: with `explain`, the plan and the feedback of each round.
-        followed: the last plan that compared drafts; None: no plan has.
+        followed: the last plan that compared sources of drafts; None: none has yet.
     """
 
     def __init__(self, request: Request) -> None:
@@ -114,7 +114,7 @@ class StreamDecoder(Decoder):
         self._plan: Plan | None = None  # the next round's plan, if already made
         self._next_plan: Plan | None = None  # the plan of the round after that
         self._follows: Plan | None = None  # the plan of this round, if it has one
-        self._context = self._length = 0  # of this round
+        self._context = self._length = 0  # this round's context and draft length
 
     @property
     def planned(self) -> bool:

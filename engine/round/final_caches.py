@@ -15,7 +15,7 @@ class FinalCaches:
         rounds: the rounds of the request.
         hold_all: the target's caches finally hold all known tokens, even the last one.
         yielded_only: the target's caches finally hold yielded tokens only.
-        level_draft: the draft model's caches finally hold the same tokens as these.
+        level_draft: the draft model's caches finally hold the target's tokens.
     """
 
     rounds: Rounds
@@ -43,7 +43,7 @@ class FinalCaches:
                     lane.feed(tokens[lane.seen : min(seen, lane.seen + lane.room)])
 
     def feed_last(self) -> None:
-        """Feed the known tokens that the target has not seen, after the prefill."""
+        """Feed the known tokens unseen by the target; legal after the prefill."""
         rounds = self.rounds
         (request,) = rounds.running.requests
         tokens = request.sequence.tokens
@@ -86,7 +86,7 @@ class FinalCaches:
         return None if isinstance(result, Exception) else result.tokens[0]
 
     def _dropped(self) -> int | None:
-        """Return the first token that a cut dropped, if the caches hold all others."""
+        """Return the first token dropped by a cut, if the caches hold all before it."""
         if self.rounds.last is None:
             return None
         _, read, result, accepted = self.rounds.last

@@ -21,19 +21,19 @@ from mlx_speculation.engine.round.request import Running
 def forced_drafts(
     running: Running, step: Pending | None, limits: Sequence[int]
 ) -> dict[int, Proposal]:
-    """Return the forced tokens of requests that have some, by the request's place.
+    """Return by place the drafts of requests for which tokens are forced.
 
-    A request without a drafter gets none, nor does a request on several ranks: rank 0
-    sends the other ranks only the proposals of its drafter.
+    A request without a drafter gets no forced draft. On several ranks no request gets
+    one: rank 0 sends the other ranks only the proposals of its drafter.
 
     Args:
         running: the requests, some of them under constraints.
-        step: the step in flight, if there is one. Each draft then begins with its
-            token; the function waits for this token, which the next masks need anyway.
-        limits: how many tokens each request may draft, without the step's token.
+        step: the step in flight, if there is one. Each draft then begins with the
+            step's token, for which the function waits; the masks need it anyway.
+        limits: how many tokens each request may draft, not counting the step's.
 
     Raises:
-        ConstraintError: the only request may be followed by no token, nor may it end.
+        ConstraintError: the only request's constraint allows no token and no end.
     """
     result: dict[int, Proposal] = {}
     ahead: Any = None

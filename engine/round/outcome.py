@@ -75,12 +75,12 @@ class Pending:
     """A submitted forward of the target whose result is not read yet."""
 
     lane_round: RequestRound  # the transaction; a plain step has committed it
-    fed: int  # known tokens of each request that the forward read before the draft
+    fed: int  # how many known tokens of each request the forward read before the draft
     # The logits, if submitted before `decided`; None: submitted together with `decided`
     logits: mx.array | None
     decided: Decided  # the decisions on the requests' rows
-    tokens: mx.array  # uint32 [requests]: the tokens that a plain step chose
-    # By place, for each request decided row by row, an iterator that decides a row
+    tokens: mx.array  # uint32 [requests]: tokens that a plain step chose; else unused
+    # By place, for requests decided row by row: each `next` decides one more row
     turns: Mapping[int, Iterator[Verified]] = field(default_factory=dict)
     # Places that the remaining requests had in this forward; None: no request has left
     places: Sequence[int] | None = None
@@ -128,7 +128,7 @@ def outcomes(
     """Return the outcomes of requests whose rows were decided together.
 
     Args:
-        verified: the rows of all requests, the same number for each.
+        verified: the decided rows of all requests, the same number for each.
         drafted: how many tokens each request has drafted.
     """
     tokens: Any = verified.tokens.tolist()  # waits for all arrays of `verified`

@@ -15,7 +15,7 @@ class Prefill:
 
     Attributes:
         drafter_begun: whether the drafter has read the prompt, or there is no drafter.
-        drafter_seconds: time of the drafter's prefill that no round has reported yet.
+        drafter_seconds: duration of the drafter's prefill, until a round reports it.
     """
 
     def __init__(self, request: Request) -> None:
@@ -44,7 +44,7 @@ class Prefill:
         """Let the drafter read the prompt; to be called before its first draft.
 
         Args:
-            fits: returns whether it may read a chunk of n tokens now; None: always.
+            fits: returns whether the drafter may read n tokens now; None: always.
 
         Returns:
             Whether the drafter has read the whole prompt; if not, call `drafter` again.

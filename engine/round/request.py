@@ -21,22 +21,22 @@ def _clock() -> RoundClock:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """One request, for its decoder and for a batch."""
+    """One request, as a decoder or a batch runs it."""
 
     target: Lane  # the target's lane; has yet to read `sequence.tokens[target.seen:]`
     sequence: Sequence  # the known tokens; grows with every round
     verifier: Verifier  # chooses tokens and decides which drafted tokens are accepted
-    # Its proposals are already checked, see `engine.drafters.fault_guard`; None: plain
+    # Makes proposals that `engine.drafters.fault_guard` has checked; None: plain
     # decoding
     drafter: OpenDrafter | None
     policy: DraftLengthPolicy  # decides how many tokens to propose in a round
     tree: int = 0  # the largest number of nodes of a tree; 0: drafts are chains
-    # Decides on the target's rows in place of `verifier` on several ranks, see
-    # `engine.distributed`; None: `verifier` does
+    # With a target on several ranks, decides on its rows in place of `verifier`, see
+    # `engine.distributed`; None: `verifier` decides
     decisions: Verifier | None = None
     # Rehearses shapes of rounds; None: they need no rehearsal
     warmup: Warmup | None = None
-    masks: Masks | None = None  # of its constraint; None: it has no constraint
+    masks: Masks | None = None  # of the constraint; None: there is no constraint
     # Report log-probabilities, and this many of the most probable ids; None: neither
     top: int | None = None
     # Keep each round's plan and feedback, and measure the parts of its time, see
@@ -47,7 +47,7 @@ class Request:
 
     @property
     def open_drafter(self) -> OpenDrafter:
-        """The drafter, or for plain decoding one that proposes nothing."""
+        """The drafter; for plain decoding, a drafter that proposes nothing."""
         return self.drafter or OpenDrafter()
 
     @property
@@ -56,7 +56,7 @@ class Request:
         return self.drafter is not None and self.policy.longest > 0
 
     def within(self, limit: int) -> int:
-        """Return how many tokens may be drafted in the room of the target's caches."""
+        """Return `limit`, cut to the tokens for which the target's caches have room."""
         target = self.target
         if not (target.quantization or target.shape):
             return limit
@@ -80,10 +80,10 @@ class Running:
     Attributes:
         lane: the lane, whose rows are in the order of `requests`.
         clock: of the round that is running.
-        alone: whether the lane serves a single request, whose errors are raised. In a
-            batch a request that fails keeps nothing of the round, and the rest go on.
+        alone: whether this is the only request of a stream; its errors are raised. In a
+            batch, a request that fails keeps nothing of the round; the others go on.
         requests: the requests.
-        masked: whether one of them has a constraint.
+        masked: whether any request has a constraint.
         sequential: the places of requests whose rows are decided one by one, see
             `engine.round.sequential`.
         explain: whether the parts of the round's time are measured.

@@ -7,12 +7,12 @@ that step:
 
     tokens t_0..t_n, the lane has seen t_0..t_{n-1}, k = 3
     fed       t_n  d_1  d_2  d_3
-    choices   c_1  c_2  c_3  c_4        accepted = 2 when c_1 = d_1, c_2 = d_2
+    choices   c_1  c_2  c_3  c_4        accepted = 2: c_1 = d_1, c_2 = d_2, c_3 != d_3
     emitted   c_1  c_2  c_3             the lane keeps t_n d_1 d_2
 
-    after a step in flight, which was fed t_n and chooses c_1; d_1 is left out
+    with a step in flight, which was fed t_n and chose c_1: its guess d_1 is left out
     fed       c_1  d_2  d_3
-    choices   c_2  c_3  c_4             accepted = 1 when c_2 = d_2
+    choices   c_2  c_3  c_4             accepted = 1: c_2 = d_2, c_3 != d_3
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
 
 Each outcome is cut at stop tokens and at the budget before the commit. A request that
@@ -47,7 +47,7 @@ class Proposals:
     """Proposals for the requests of a round, until they are settled or discarded.
 
     Attributes:
-        shared: drafts for all requests at once; None: each has its own drafter.
+        shared: the drafter for all requests at once; None: each has its own drafter.
         failed: errors of requests while drafting, by place.
     """
 
@@ -61,13 +61,13 @@ class Proposals:
     def propose(
         self, ahead: int, limits: Sequence[int], shared: Sequence[int] = ()
     ) -> list[Proposal]:
-        """Return a draft of each request, NOTHING if it has none.
+        """Return a draft for each request, which may be NOTHING.
 
         Args:
             ahead: how many steps are in flight, 0 or 1. If 1, each draft begins with a
                 guess of the step's token.
             limits: how many tokens each request's own drafter may propose; 0: none.
-            shared: the same limits for the shared drafter, if no step is in flight.
+            shared: likewise, how many the shared drafter may propose; empty: none.
         """
         # 2. The drafter proposes up to k tokens; its guard checks and submits them,
         #    without a read. Requests share one drafter, or each has its own.
@@ -106,7 +106,7 @@ class Proposals:
     def settle(
         self, drafts: Sequence[Proposal], result: Sequence[Read], kept: list[int]
     ) -> None:
-        """Let each drafter keep the first `kept` tokens; below 0: undo the draft."""
+        """Let each drafter keep `kept[place]` tokens of its draft; below 0: undo it."""
         settled = [*kept]
         for place, one in enumerate(result):
             if isinstance(one, RoundOutcome) and one.first:
@@ -144,10 +144,10 @@ class Rounds:
 
     Attributes:
         running: the requests.
-        proposals: drafts for them.
+        proposals: the drafts of these requests.
         in_flight: a plain step that was submitted and is not read yet; or None.
-        last: of a single request's last round, if it was verified: the transaction, the
-            outcome before and after the cut, and the number of accepted tokens.
+        last: if a single request's last round called `verify`: the transaction, the
+            outcome before and after the cut, and how many accepted tokens were kept.
     """
 
     def __init__(self, running: Running) -> None:
@@ -159,7 +159,7 @@ class Rounds:
 
     def begin(self) -> Before:
         """Begin a round; return the state that `undo` restores."""
-        self.last = None  # frees the caches' state before that round
+        self.last = None  # frees what could roll back the last round
         self._committed, self.running.interrupt = False, None
         self.proposals.failed = {}
         known, states = [], []

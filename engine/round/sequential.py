@@ -32,7 +32,7 @@ def turn_of(
     text: Constrained | None,  # the text under its constraint, if there is one
     drafted: int,  # how many tokens were drafted
 ) -> Turn:
-    """Decide the rows of one request up to a rejection, the text's end or the last."""
+    """Decide one request's rows up to a rejection, the text's end or the last row."""
     whole = RoundOutcome([], [])
     for verified in rows:
         yield verified.arrays
@@ -87,7 +87,7 @@ def decide_sequentially(turns: dict[int, Turn], running: Running) -> dict[int, R
 
 
 def _last_of(outcome: RoundOutcome) -> RoundOutcome:
-    """Return the last token alone."""
+    """Return an outcome of the last token only."""
     end = len(outcome.tokens) - 1
     return replace(
         outcome,

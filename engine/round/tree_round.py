@@ -1,6 +1,6 @@
 """The target's forward over a draft that is a tree, and its accepted path.
 
-    fed       t   a  ac  b  be          rows 0 to 4
+    fed       t   a  ac  b  be          rows 0 to 4; ac: the token c after a
     choices   b   .  .   e  x           b, then e, then x: accepted 2
     path      0   3  4                  these rows become the first three
     emitted   b  e  x                   the lane keeps t b e, as after a chain
@@ -26,7 +26,7 @@ from mlx_speculation.samplers import Decided, Group, Rows, serves_trees, verify_
 
 @dataclass(frozen=True, slots=True)
 class PendingTree(Pending):
-    """A submitted forward over a tree whose result is not read yet."""
+    """A submitted forward over a tree; the result is not read yet."""
 
     # int32 [levels]: the accepted nodes, then arbitrary values
     path: mx.array = field(kw_only=True)
@@ -82,7 +82,7 @@ def submit_tree(
         both = mx.concatenate([fed, draft.tokens])
         logits = lane_round.forward(both)[lead - 1 :]
     if not exact:
-        clock.submit("verify", logits)  # runs while its choices' graph is built
+        clock.submit("verify", logits)  # runs while the graph of choices is built
     clock.wait("draft", draft.tokens)
     if exact:
         clock.submit("verify", logits)

@@ -5,9 +5,9 @@ verify     drafts too: k + 1 rows of each request are decided on the device
 
 Requests are padded on the right to the longest draft. Each keeps a prefix of its rows:
 
-    fed       t d1 d2 d3        3 drafts, the first 2 accepted: keeps 3
-              t d1 .  .         1 draft, accepted: keeps 2
-              t .  .  .         none: keeps 1
+    fed       t d1 d2 d3        3 drafted, the first 2 accepted: keeps 3
+              t d1 .  .         1 drafted and accepted: keeps 2
+              t .  .  .         none drafted: keeps 1
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,12 +69,12 @@ def submit_verify(
     matrix = rectangle(drafts)
     drafted = [draft.tokens for draft in drafts]
     if matrix is not None:
-        # Submitted first: in one graph, they would be ready no earlier than the logits.
+        # Submitted first: in one graph, drafts would be ready only with the logits.
         clock.submit("draft", *drafted)
     both = fed if matrix is None else mx.concatenate([fed, matrix], axis=1)
     logits = lane_round.forward(both)[:, fed.shape[1] - 1 :]
     if not exact:
-        clock.submit("verify", logits)  # runs while its choices' graph is built
+        clock.submit("verify", logits)  # runs while the graph of choices is built
     if step is not None:
         step.wait(clock)
     if matrix is not None:
@@ -115,7 +115,7 @@ def _decided(
         matrix: the tokens of the drafts, [requests, n - 1].
 
     Returns:
-        The decisions, and by place an iterator over those of each sequential request.
+        The decisions; for sequential requests, by place, iterators over decisions.
     """
     requests: dict[int, Ask] = {}
     turns: dict[int, Iterator[Verified]] = {}

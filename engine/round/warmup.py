@@ -1,7 +1,7 @@
 """Rehearsal of the shapes of rounds, so that their kernels are compiled in advance.
 
 A shape is a number of positions. If attention is planned for each number of keys
-(`models.lanes.rehearsal`), it also has a range of keys, such as 512 to 1,024. All
+(`models.lanes.rehearsal`), a shape also has a range of keys, such as 512 to 1,024. All
 shapes of the current range are rehearsed before the first round. From `AHEAD` tokens
 before the next range on, each round rehearses one shape of that range. Drafts are
 limited to rehearsed lengths, so no round and no measured cost includes a compilation.
@@ -93,7 +93,7 @@ class Warmup:
             drafter.discard()
 
     def _rehearse_one(self, context: int) -> None:
-        """Rehearse one shape of this range of keys, or of the next range if near."""
+        """Rehearse one shape of this range of keys or, near its end, of the next."""
         for rows in self._sizes:
             if self._shape(context, rows) not in self._met:
                 self._rehearse(context, rows)

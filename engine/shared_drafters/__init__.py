@@ -2,6 +2,6 @@
 
 `shared` has the base class. `shared_model` is a draft model, whose caches lag behind
 all requests by the same number of tokens. `shared_head` is a head, a block drafter or
-an assistant, at the true position of each request. Kinds that cannot be shared draft
-for one request after the other, with the drafters of `engine.drafters`.
+an assistant, whose caches may lag differently behind each request. Drafters that cannot
+be shared draft for one request after the other, see `engine.drafters`.
 """

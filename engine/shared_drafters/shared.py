@@ -37,7 +37,7 @@ class Drafted(Protocol):
 
     @property
     def open_drafter(self) -> OpenDrafter:
-        """Its drafter, whose `shared` has the same kind in all requests."""
+        """The request's drafter; its `shared` is of one kind in all requests."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class SharedDrafter(ABC):
         """Bytes of the shared caches."""
 
     def met_new_shapes(self) -> bool:
-        """Return whether its lane has run with a new shape since the last call."""
+        """Return whether the drafter has run with a new shape since the last call."""
         return False
 
     def follow(self, requests: Sequence[Drafted]) -> None:
@@ -84,7 +84,7 @@ class SharedDrafter(ABC):
     def propose(
         self, requests: Sequence[Drafted], limits: Sequence[int]
     ) -> tuple[list[Proposal], Failed]:
-        """Return a draft for each request, within its limit; 0 or less: no draft."""
+        """Return each request's draft within its limit (below 1: none), and errors."""
         result, failed = [NOTHING] * len(requests), Failed()
         with self._disabling("propose", requests):
             self._place(requests)
@@ -101,9 +101,9 @@ class SharedDrafter(ABC):
         return result, failed
 
     def settle(self, accepted: Sequence[int]) -> None:
-        """Keep the first `accepted` tokens of each draft; below 0: the request failed.
+        """Keep the first `accepted` tokens of each draft; below 0: keep none.
 
-        Legal once the round was read. A drafter's error only disables the drafter.
+        Legal once the target's choices are read. An error only disables the drafter.
         """
         if self._round is None or self._chain is None:
             return
@@ -153,7 +153,7 @@ class SharedDrafter(ABC):
 
     @contextmanager
     def _disabling(self, call: str, requests: Sequence[Drafted]) -> Iterator[None]:
-        """Disable the drafter for these requests if it raises, and undo its round.
+        """Disable the drafter for these requests if the context raises; undo its round.
 
         The texts go on, see `engine.drafters.fault_guard`.
 
@@ -186,7 +186,7 @@ class SharedDrafter(ABC):
 
 
 class SharedChain:
-    """Chains of tokens that a drafter chooses for the requests of one round, lazy.
+    """Chains of tokens that a drafter chooses for a round's requests, as lazy arrays.
 
     Args:
         requests: the requests.
@@ -252,7 +252,7 @@ class SharedChain:
         return result
 
     def disable_unusable(self) -> None:
-        """Disable the drafter for requests that got unusable logits; reads them."""
+        """Disable the drafter for requests with unusable logits; read `unusable`."""
         unusable: Any = self.unusable.tolist()
         for request, failed in zip(self._requests, unusable, strict=True):
             if failed:

@@ -1,22 +1,23 @@
 """A head that drafts for many requests at once, in one forward per token or block.
 
-The head reads hidden states of the target: each round leaves the states of the
-positions that each request has committed. A draft first writes the new positions of all
-requests to the head's caches; the drafted chains follow them. An example:
+The head reads hidden states of the target: a round leaves the states of the positions
+that each request has committed. A draft first writes the new positions of all requests
+to the head's caches; the drafted chains follow them. One request with k = 3 drafted
+tokens:
 
     known before        t0 t1 t2 t3           caches hold 0 1; the state of position 2
                                               (of t2, paired with t3) is not read yet
     fed                 position 2 | d1 | d2  d3 is chosen last and not fed
-    a = 1, known        t0 t1 t2 t3 d1 c      caches hold 0 1 2; 3 and 4 not read yet
-    a = 3, known        t0 .. t3 d1 d2 d3 b   caches hold 0 1 2; 3 to 6 not read yet
+    accepted 1, known   t0 t1 t2 t3 d1 c      caches hold 0 1 2; 3 and 4 not read yet
+    accepted 3, known   t0 .. t3 d1 d2 d3 b   caches hold 0 1 2; 3 to 6 not read yet
 
-Thus the caches hold only committed positions of a request, whatever other requests
+Thus the caches hold only committed positions of each request, whatever the others
 accept; drafted positions are always removed. `engine/drafters/mtp.py` drafts for one
 request. `models/mtp/rounds.py` feeds requests whose caches hold different numbers of
 positions.
 
-If the head raises, it is disabled for all requests. If its logits hold a NaN, it is
-disabled for the requests in whose rows they do.
+If the head raises, it is disabled for all requests. If a row of its logits holds a NaN,
+it is disabled for the request of this row.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,7 +91,7 @@ class SharedHead(SharedDrafter):
     def _most(self, limits: list[int]) -> list[int]:
         """Return the limits; 0 for requests without the state before the newest token.
 
-        The state is missing if that token came from a cache, or if there is none.
+        The state is missing if its token came from a cache, or if there is no token.
         """
         pairs = zip(limits, self._counts(), strict=True)
         return [limit if count > 0 else 0 for limit, count in pairs]
@@ -103,7 +104,7 @@ class SharedHead(SharedDrafter):
         pairs = zip(cache.ends[0], self._counts(), strict=True)
         stops = [end + count for end, count in pairs]
         self._round = HeadRound(cache, head.on_target(self._requests))
-        if not cache.chained:  # with one layer for each token, `draft` feeds them
+        if not cache.chained:  # else `draft` feeds these positions
             self._feed(self._round.feed, [stop - 1 for stop in stops])
         chain = self._chain = SharedChain(self._requests, head.ids)
         hidden, texts = self._states(stops), self._texts()
@@ -118,7 +119,7 @@ class SharedHead(SharedDrafter):
     def _counts(self) -> list[int]:
         """Return the number of states of each request that the head has not read.
 
-        After a settled round only the last state of the round before is unread.
+        After a round that has accepted n drafted tokens, n + 1 states are unread.
         """
         if self._cache is None:
             return []
@@ -148,7 +149,7 @@ class SharedHead(SharedDrafter):
         return [request.sequence.tokens for request in self._requests]
 
     def _take_in(self, requests: Sequence[Drafted]) -> None:
-        """Let requests join that are new and may get drafts."""
+        """Let new requests join, if they may get drafts."""
         new, handed = [], []
         for request in requests:
             if request in self._requests or not request.drafts:

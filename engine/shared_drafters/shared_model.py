@@ -4,15 +4,15 @@ The caches lack only the last known tokens of a request. The number of missing t
 called the lag, is the same for all requests, so a forward needs no padding. After a
 round with a draft the lag is 2. If a request accepts all k tokens, its caches cannot
 hold more, since the last drafted token was not fed; if it accepts fewer, one row more
-is dropped than needed. So the first forward of a draft feeds two tokens a request.
+is dropped than needed. So a draft's first forward feeds two tokens of each request.
 
     known before   t0 t1 t2 t3              held t0 t1, lag 2, k = 3
     fed            t2 t3 | d1 | d2          d3 is chosen last and not fed
-    a = 3          known t0..t3 d1 d2 d3 b  held t0..t3 d1 d2
-    a = 1          known t0..t3 d1 c        held t0..t3
+    accepted 3     known t0..t3 d1 d2 d3 b  held t0..t3 d1 d2
+    accepted 1     known t0..t3 d1 c        held t0..t3
 
-If the model raises, it is disabled for all requests. If its logits hold a NaN, it is
-disabled for the requests in whose rows they do. A request that has reached the end of
+If the model raises, it is disabled for all requests. If a row of its logits holds a
+NaN, it is disabled for the request of this row. A request that has reached the end of
 the model's table of positions leaves.
 """
 
@@ -35,7 +35,7 @@ LAG = 2
 class SharedModel(SharedDrafter):
     """Drafts for many requests with one model, in a lane that they share.
 
-    The `seen` of each request's own lane counts its tokens in the shared one.
+    The `seen` of a request's own lane counts the request's tokens in the shared lane.
     """
 
     def __init__(self, lane: BatchLane) -> None:
@@ -49,7 +49,7 @@ class SharedModel(SharedDrafter):
         return self.lane.nbytes
 
     def met_new_shapes(self) -> bool:
-        """Return whether its lane has run with a new shape since the last call."""
+        """Return whether the lane has run with a new shape since the last call."""
         return self.lane.met_new_shapes()
 
     def follow(self, requests: Sequence[Drafted]) -> None:
@@ -73,10 +73,10 @@ class SharedModel(SharedDrafter):
         return result
 
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
-        """Let requests with a limit join the lane, each up to its last two tokens.
+        """Let requests with a limit join the lane, each without its last two tokens.
 
-        A call reads at most one chunk of their tokens, and one of tokens that rounds
-        without drafts have added. A request drafts only once its tokens are read.
+        A call reads at most one chunk of their tokens, and one chunk of the tokens that
+        rounds without drafts have added. A request drafts after its tokens are read.
         """
         with self._disabling("begin", requests):
             self._take_in(requests, limits)
@@ -103,7 +103,8 @@ class SharedModel(SharedDrafter):
         """Return the limits, or [] if the lane has too many tokens to read first."""
         if not self._requests or self._lag() > LONGEST_LAG:
             return []
-        # Lags differ after rounds of other drafters; and each lag is one more shape.
+        # Lags differ after rounds of other drafters. A padded lane catches up in any
+        # case, since each new lag would be a new shape.
         if any(limits) and (self.lane.size is not None or len(set(self._lags())) > 1):
             self._catch_up()
         return limits if len(set(self._lags())) == 1 else []
@@ -158,13 +159,13 @@ class SharedModel(SharedDrafter):
             self._requests = self._requests + new
 
     def _read(self, requests: Sequence[Drafted]) -> list[Drafted]:
-        """Read at most one chunk of tokens; return the requests that are read."""
+        """Read at most one chunk; return the requests whose tokens are all read."""
         result: list[Drafted] = []
         room: PrefillBudget | None = None
         for request in requests:
             lane, tokens = self._lanes[request], request.sequence.tokens
             if lane.seen > len(tokens) - LAG:
-                continue  # a prefix cache gave one token too many; fits after a round
+                continue  # holds one token too many, from a prefix cache, until a round
             room = room or PrefillBudget(lane.prefill_step)
             if not lane.feed(tokens[lane.seen : -LAG], fits=room.fits):
                 break
