@@ -3,9 +3,10 @@
 import ast
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,8 @@ PLAIN = (*PRODUCT, "scripts/")
 SOURCES = (*PLAIN, "tests/")
 
 RELATIVE = re.compile(r"(What|Which|Whether|How|Who|Whose|Where|When)\b")
-FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-DOCUMENTED = ast.Module | ast.ClassDef | FUNCTION
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTION)
 # Vague names. Better names are: drafters, kept_rows, requests, feedback, next_plan.
 NAMES = {"found", "own", "held", "asked", "became", "begun", "following"}
 # Private words. In this order, use: tolerates_invalid_logits, is_draft, sequential,
@@ -33,52 +34,59 @@ BEHIND = re.compile(r"(^|_)behind(_|$)")
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:[ ]+.*\n|\n)+)", re.MULTILINE)
 ENTRY = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*):")
 
+Nodes = Sequence[Any]  # the nodes of a module with names or docstrings
 Breaches = Iterator[tuple[int, str]]  # (line, text of the breach)
 
 
-def relative_openings(tree: ast.Module) -> Breaches:
+def nodes_of(tree: ast.AST) -> Nodes:
+    """Return the nodes that the rules read, found once for all rules."""
+    kinds = (*DOCUMENTED, ast.Name, ast.Attribute, ast.arg)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def relative_openings(nodes: Nodes) -> Breaches:
     """Yield docstrings that open with a relative word."""
-    for node in ast.walk(tree):
+    for node in nodes:
         text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
         if text and RELATIVE.match(text):
             yield getattr(node, "lineno", 1), text.partition("\n")[0]
 
 
-def names(tree: ast.Module) -> Breaches:
+def names(nodes: Nodes) -> Breaches:
     """Yield the names of variables, arguments and attributes."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute):
+    for node in nodes:
+        if isinstance(node, (ast.Name, ast.Attribute)):
             if isinstance(node.ctx, ast.Store):
                 yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
         elif isinstance(node, ast.arg):
             yield node.lineno, node.arg
 
 
-def defined(tree: ast.Module) -> Breaches:
+def defined(nodes: Nodes) -> Breaches:
     """Yield the names of functions and classes."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | FUNCTION):
+    for node in nodes:
+        if isinstance(node, (ast.ClassDef, *FUNCTION)):
             yield node.lineno, node.name
 
 
-def bare_names(tree: ast.Module) -> Breaches:
+def bare_names(nodes: Nodes) -> Breaches:
     """Yield names that are too vague."""
-    return ((line, name) for line, name in names(tree) if name.strip("_") in NAMES)
+    return ((line, name) for line, name in names(nodes) if name.strip("_") in NAMES)
 
 
-def dialect(tree: ast.Module) -> Breaches:
+def dialect(nodes: Nodes) -> Breaches:
     """Yield variables with private words."""
-    return ((line, name) for line, name in names(tree) if WORDS.search(name))
+    return ((line, name) for line, name in names(nodes) if WORDS.search(name))
 
 
-def dialect_defined(tree: ast.Module) -> Breaches:
+def dialect_defined(nodes: Nodes) -> Breaches:
     """Yield functions and classes with private words."""
-    return ((line, name) for line, name in defined(tree) if WORDS.search(name))
+    return ((line, name) for line, name in defined(nodes) if WORDS.search(name))
 
 
-def words_of_order(tree: ast.Module) -> Breaches:
+def words_of_order(nodes: Nodes) -> Breaches:
     """Yield names that contain `behind`."""
-    every = [*names(tree), *defined(tree)]
+    every = [*names(nodes), *defined(nodes)]
     return ((line, name) for line, name in every if BEHIND.search(name))
 
 
@@ -94,23 +102,23 @@ def members(node: ast.ClassDef) -> set[str]:
     """Return the fields, methods, attributes and constructor arguments of a class."""
     result = set()
     for part in node.body:
-        if isinstance(part, ast.AnnAssign | ast.Assign):
+        if isinstance(part, (ast.AnnAssign, ast.Assign)):
             targets = part.targets if isinstance(part, ast.Assign) else [part.target]
             result |= {ast.unparse(target) for target in targets}
         elif isinstance(part, FUNCTION):
             result |= {part.name, *(name.arg for name in arguments(part))}
-            result |= {name for _, name in names(ast.Module([part], []))}
+            result |= {name for _, name in names(nodes_of(part))}
     return result
 
 
-def arguments(node: FUNCTION) -> list[ast.arg]:
+def arguments(node: Any) -> list[ast.arg]:
     return [name for name in ast.walk(node.args) if isinstance(name, ast.arg)]
 
 
-def stale_entries(tree: ast.Module) -> Breaches:
+def stale_entries(nodes: Nodes) -> Breaches:
     """Yield described arguments and attributes that do not exist."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ClassDef | FUNCTION):
+    for node in nodes:
+        if not isinstance(node, (ast.ClassDef, *FUNCTION)):
             continue
         if isinstance(node, ast.ClassDef):
             known = members(node)
@@ -126,7 +134,7 @@ class Rule:
     """A rule for words in source files."""
 
     says: str
-    breaches: Callable[[ast.Module], Breaches]
+    breaches: Callable[[Nodes], Breaches]
     folders: tuple[str, ...]
     but: tuple[str, ...] = ()  # prefixes of exempt paths
 
@@ -156,12 +164,12 @@ def test_the_rules_are_kept() -> None:
     breaches = []
     for file in sources():
         path = file.relative_to(ROOT).as_posix()
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        nodes = nodes_of(ast.parse(file.read_text(encoding="utf-8")))
         breaches += [
             f"{path}:{line}: {rule.says}: {text}"
             for rule in RULES.values()
             if path.startswith(rule.folders) and not path.startswith(rule.but)
-            for line, text in rule.breaches(tree)
+            for line, text in rule.breaches(nodes)
         ]
     assert not breaches, "\n".join(breaches)
 
@@ -205,4 +213,4 @@ def test_files_have_words_of_the_field() -> None:
     ],
 )
 def test_a_breach_is_seen(rule: str, code: str, count: int) -> None:
-    assert len(list(RULES[rule].breaches(ast.parse(code)))) == count
+    assert len(list(RULES[rule].breaches(nodes_of(ast.parse(code))))) == count

@@ -46,6 +46,7 @@ def started(*options: str) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_what_no_handler_interrupts() -> None:
     """The prompt is read in one forward, which takes 20 seconds."""
     with started("generate", DENSE, *LONG) as process:

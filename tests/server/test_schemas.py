@@ -191,6 +191,7 @@ def test_ending_waits_for_no_schema_and_for_no_client_that_does_not_read(
         until(lambda: not kept_processes & processes().keys())
 
 
+@pytest.mark.slow
 def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
     """A chat template may loop forever, and its thread cannot be stopped."""
     folder = tmp_path / "model"

@@ -146,6 +146,7 @@ def test_too_few_minutes_are_refused_before_the_target_writes(
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.openblas
 def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,7 @@ def test_a_report_that_was_stopped_says_so(
     assert page["stopped"] == "check"
 
 
+@pytest.mark.slow
 def test_progress_of_a_command_is_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

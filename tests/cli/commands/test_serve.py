@@ -100,6 +100,7 @@ def test_a_signal_that_another_thread_takes_ends_it_too() -> None:
         assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_replay_can_be_turned_off() -> None:
     """The ids of a sampled answer are seldom those to which its text is encoded."""
     prompt = "def add(first, second):"

@@ -59,6 +59,9 @@ def forwards(kind: str) -> Iterator[list[int]]:
         yield rows
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_eight_rows_are_as_many_forwards_of_the_drafter_as_one(kind: str) -> None:
     made = generator(kind)
@@ -211,7 +214,7 @@ def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
         assert batched[known][:n] == drafted[known][:n]
 
 
-@pytest.mark.parametrize("longest", [1, 64])
+@pytest.mark.parametrize("longest", [1, pytest.param(64, marks=SLOW)])
 def test_rows_of_a_chain_draft_what_they_do_alone(
     longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,9 +278,11 @@ def _unmasked(plain: Any) -> Any:
     ("kind", "owner", "name", "broken"),
     [
         ("chained", rounds, "_taken", _of_other_rows),
-        ("chained", BatchHeadCache, "leave", _first_rows_wait),
-        ("assistant", BatchLane, "places_of", _in_order),
-        ("assistant", SharedKv, "read_together", _of_the_first_stop),
+        pytest.param("chained", BatchHeadCache, "leave", _first_rows_wait, marks=SLOW),
+        pytest.param("assistant", BatchLane, "places_of", _in_order, marks=SLOW),
+        pytest.param(
+            "assistant", SharedKv, "read_together", _of_the_first_stop, marks=SLOW
+        ),
         ("assistant", SharedKv, "read_together", _unmasked),
     ],
 )

@@ -285,6 +285,7 @@ HEADS = [
     "assistant",
     "chained",
 ]
+QUICK_HEADS = ("full", "peagle", "assistant", "chained")  # one of each kind
 Drafts = dict[tuple[int, ...], list[int]]
 
 
@@ -315,7 +316,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Drafts:
     return by_text
 
 
-@pytest.mark.parametrize(("kind", "lookup"), covering(HEADS, (False, True)))
+@pytest.mark.parametrize(
+    ("kind", "lookup"), covering(HEADS, (False, True), quick=(0, QUICK_HEADS))
+)
 def test_heads_draft_in_a_batch_what_they_do_alone(
     kind: str, lookup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,8 +386,13 @@ def test_requests_with_a_dspark_drafter_share_the_forwards_of_the_target() -> No
 
 
 @pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("kind", ["lookup", "model", "cascade"])
-@pytest.mark.parametrize("names", [("schema",), ("schema", "automaton", None, None)])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    covering(
+        ["lookup", "model", "cascade"],
+        [("schema",), ("schema", "automaton", None, None)],
+    ),
+)
 def test_forced_tokens_are_no_drafts_of_a_source(
     kind: str, names: tuple[str | None, ...]
 ) -> None:

@@ -105,6 +105,11 @@ KINDS: dict[str, Callable[[], Made]] = {
     "assistant, sliding target": lambda: assistant("gemma3"),
     "cascade": lambda: cascade(eagle("llama", 4)),
 }
+# Each kind of drafter once, and each kind of target at least once.
+QUICK = {
+    *("mtp, one layer", "mtp, windows", CHAIN, "eagle, recurrent target", "peagle"),
+    *("dflash", "assistant, sliding target", "cascade"),
+}
 
 # Rows of full attention that depend on rows of windows cannot be computed again.
 MIXED: dict[str, Callable[[], Made]] = {
@@ -156,7 +161,9 @@ def rounds_of(
     }
 
 
-@pytest.mark.parametrize(("kind", "chosen"), covering(KINDS, SAMPLINGS))
+@pytest.mark.parametrize(
+    ("kind", "chosen"), covering(KINDS, SAMPLINGS, quick=(0, QUICK))
+)
 def test_warm_rounds_are_those_of_a_cold_request(
     kind: str, chosen: str, proposed: list[list[int]]
 ) -> None:
@@ -291,7 +298,9 @@ BATCHED: dict[str, Callable[[], Made]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "chosen"), covering(BATCHED, SAMPLINGS))
+@pytest.mark.parametrize(
+    ("kind", "chosen"), covering(BATCHED, SAMPLINGS, quick=(0, BATCHED.keys() & QUICK))
+)
 def test_a_turn_after_a_batch_is_that_after_a_stream(
     kind: str, chosen: str, proposed: list[list[int]]
 ) -> None:
