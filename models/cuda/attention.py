@@ -119,8 +119,7 @@ def attention(
         mask: "causal": the last row sees all columns; bool, which broadcasts to
             [batch, 1, rows, columns]: True where a row sees a column; None: each row
             sees all columns.
-        contiguous: whether to use the kernel that is kept on disk, for which keys and
-            values that are not contiguous are copied.
+        contiguous: use the kernel kept on disk, for which other layouts are copied.
 
     Returns:
         Like `queries`.
