@@ -312,7 +312,7 @@ class Rounds:
             rows = len(one.tokens) - one.first
             if drafts is not None:
                 draft = drafts[place]
-                if place in self.running.stateful and rows:
+                if place in self.running.stateful:
                     self.running.stateful[place].keep(rows)
                 counts.reads += draft.reads
             source = "nothing" if draft is None else draft.source

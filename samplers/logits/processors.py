@@ -148,9 +148,10 @@ class Processors:
             processor.restore_state(state)
 
     def keep(self, count: int) -> None:
-        """Restore the state after `count` of the last rows, at least 1."""
+        """Restore the state after `count` of the last rows; 0: before all of them."""
         if self._forkable:
-            self.restore(self._after[self._last[count - 1]])
+            last = self._last[count - 1] if count else self._last[0] - 1
+            self.restore(self._after[last])
 
     def _forget_committed(self, known: Sequence[int]) -> None:
         """Keep only the results of calls whose tokens start with the new known ones."""

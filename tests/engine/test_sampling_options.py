@@ -166,6 +166,11 @@ def check(
     return result
 
 
+def test_a_draft_after_the_end_of_a_text_leaves_no_call() -> None:
+    """The draft was verified behind a step in flight, whose token ends the text."""
+    check({"temperature": 0.0, "seed": 0}, "lookup", 1, ["forkable"], {1})
+
+
 @given(
     options=OPTIONS,
     kind=st.sampled_from(KINDS),
