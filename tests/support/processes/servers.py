@@ -144,7 +144,7 @@ class Answer:
 def connect(server: Listening) -> socket.socket:
     """Open a connection."""
     host, port = server.url.removeprefix("http://").rsplit(":", 1)
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=120)
 
 
 def exchange(server: Listening, sent: bytes, *, close: bool = False) -> Answer:
