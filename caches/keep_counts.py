@@ -17,8 +17,8 @@ def numbers(keep: Keep) -> int | tuple[int, ...]:
         return keep
     if not isinstance(keep, Sequence):
         raise InvalidRequestError(
-            f"commit was asked with a {type(keep).__name__}, and what is kept is one "
-            "number or a list with one for each row. Pass keep.tolist() of an array."
+            f"commit(keep) was called with a {type(keep).__name__}; keep has to be one "
+            "number, or a list of one number per row. Pass keep.tolist() of an array."
         )
     return tuple(keep)
 
@@ -38,13 +38,13 @@ def per_row(
         rows = journal.rows
         if rows is not None and rows != len(keep):
             raise InvalidRequestError(
-                f"commit({shown(keep)}) names {len(keep)} rows, and cache {place} has "
-                f"{rows} that can keep numbers of their own. Pass one number for each "
+                f"commit({shown(keep)}) has numbers for {len(keep)} rows, but cache "
+                f"{place} can keep {rows} different numbers. Pass one number for each "
                 "row, or a single number for all; batch caches come from merge()."
             )
     if not keep:
         raise InvalidRequestError(
-            "commit([]) names 0 rows. Pass one number for each row of the batch."
+            "commit([]) has no number. Pass one number for each row of the batch."
         )
     return keep[0] if len(set(keep)) == 1 else keep
 
@@ -54,10 +54,10 @@ def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
     each = (keep,) if isinstance(keep, int) else keep
     for row, number in enumerate(each):
         if number < 0 or (written is not None and number > written):
-            where = "" if isinstance(keep, int) else f", {number} of row {row}"
+            where = "" if isinstance(keep, int) else f" of row {row}"
             raise InvalidRequestError(
-                f"commit({shown(keep)}) was asked{where}, and {written} positions were "
-                f"written. Pass a number from 0 to {written}."
+                f"commit({shown(keep)}) would keep {number} positions{where}, but "
+                f"{written} were written. Pass a number from 0 to {written}."
             )
 
 
@@ -77,8 +77,9 @@ def check_written(
     part = ragged or (written is not None and keep not in (0, written))
     if whole and part:
         raise InvalidRequestError(
-            f"commit({shown(keep)}) was asked of a speculation opened with whole=True, "
-            f"which wrote {written}. Keep all or nothing, or open it without."
+            f"commit({shown(keep)}) would keep a part of the {written} written "
+            "positions, but the speculation was opened with whole=True. Keep all or "
+            "nothing, or open it without whole=True."
         )
     uneven = {count for count in each if count} - {written}  # an unused layer wrote 0
     if uneven:

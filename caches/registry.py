@@ -86,7 +86,7 @@ def check_fixed(caches: Sequence[Any]) -> list[Any]:
     result = checked_leaves(
         caches,
         lambda leaf: type(leaf) in kinds,
-        "shown in a fixed shape (a RotatingKVCache with keep=0: by "
+        "shown in a fixed shape (convert a RotatingKVCache with keep=0 with "
         "mlx_speculation.caches.with_slack)",
         (kind.__name__ for kind in kinds),
     )

@@ -103,8 +103,8 @@ class Speculation:
         elif shape is not None:
             if whole or isolated or key_steps:
                 raise InvalidRequestError(
-                    "shape was passed, and whole, isolated or key_steps too. Pass one "
-                    "of them."
+                    "shape was passed together with whole, isolated or key_steps. Pass "
+                    "shape alone, or leave it out."
                 )
             self._live = check_fixed(caches)
             self._opened = open_fixed(self._live, shape)
@@ -189,9 +189,9 @@ class Speculation:
         live = wrote is not None or all(leaf.live for leaf in self._leaves)
         if not ordered or not live or len(each) > 1:
             raise InvalidRequestError(
-                f"move({[*rows]}) was asked of {written} written positions, and rows "
-                "in rising order below that are needed, of a speculation that is not "
-                "isolated. Pass those of one path."
+                f"move({[*rows]}) needs rows in rising order below {written}, the "
+                "number of written positions, and a speculation that is not isolated. "
+                "Pass the rows of one path."
             )
         move_rows(self._live, written, rows)
 
@@ -229,9 +229,9 @@ class Speculation:
         if self._needs_rerun and (self._rerun is None or not isinstance(keep, int)):
             raise UnsupportedCacheError(
                 f"A layer cannot keep {shown(keep)} of {written} positions: its mixer "
-                "is not on record. Install the recorders of mlx_speculation.models, or "
-                "pass rerun=, which feeds the kept tokens again, the same number of "
-                "every row."
+                "was not recorded. Install the recorders of mlx_speculation.models, or "
+                "pass rerun=, a function that feeds the kept tokens again, and keep "
+                "the same number of every row."
             )
         if keep != 0 and not self._needs_rerun:
             everything = keep == written

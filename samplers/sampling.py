@@ -124,8 +124,8 @@ class Sampling:
             )
         if self.temperature != 0 or self.filters or self.draft_temperature is not None:
             raise InvalidRequestError(
-                f"sampler was passed with temperature {self.temperature:g} or filters, "
-                "and a sampler draws by itself. Leave one of them out."
+                f"sampler was passed with temperature {self.temperature:g}, filters or "
+                "draft_temperature, which a sampler ignores. Pass one or the other."
             )
 
     def _freeze(self) -> None:
@@ -243,8 +243,8 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     for item in items:
         if not isinstance(item, tuple) or len(item) != 2:
             raise InvalidRequestError(
-                f"logit_bias holds {item!r}, and token ids with a value each are "
-                "needed, such as {50: -2.5}."
+                f"logit_bias has the item {item!r}, but each item has to be a token id "
+                "with a value, such as {50: -2.5}."
             )
         _check_count("An id in logit_bias", item[0], 0)
         value = item[1]
@@ -253,7 +253,7 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
         pairs.append((item[0], float(value)))
     if len(dict(pairs)) != len(pairs):
         raise InvalidRequestError(
-            f"logit_bias names {len(pairs)} ids, {len(dict(pairs))} of them different. "
+            f"logit_bias has {len(pairs)} values for {len(dict(pairs))} different ids. "
             "Give each id one value."
         )
     return tuple(pairs)

@@ -38,8 +38,8 @@ def _one(token: Any) -> mx.array:
     array = isinstance(token, mx.array)
     result = f"{token.dtype}{list(token.shape)}" if array else repr(token)
     raise InvalidRequestError(
-        f"The sampler returned {result}, and one token id for log-probabilities [1, "
-        "vocab] is needed, such as mx.argmax(log_probs, axis=-1) makes."
+        f"The sampler returned {result}, but has to return one token id for "
+        "log-probabilities [1, vocab], as mx.argmax(log_probs, axis=-1) does."
     )
 
 

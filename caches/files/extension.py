@@ -50,29 +50,40 @@ def described(user: Mapping[str, str]) -> Description | None:
     ours = {key for key in user if key.startswith(PREFIX)}
     if not ours:
         return None
-    need(ours == _KEYS, f"its metadata are {shown(', '.join(sorted(ours)))}")
+    need(
+        ours == _KEYS,
+        f"its metadata keys are {shown(', '.join(sorted(ours)))}, "
+        f"not {', '.join(sorted(_KEYS))}",
+    )
     version = user[f"{PREFIX}version"]
     need(
         version == VERSION,
-        f"its layout has version {shown(version)} and this package reads "
+        f"its layout has version {shown(version)}, but this package reads only "
         f"version {VERSION!r}",
     )
     text = user[f"{PREFIX}description"].encode("utf-8", "replace")
     said = parse_json(text, "its description")
     need(
         isinstance(said, dict) and said.keys() == _DESCRIPTION,
-        f"its description is not {', '.join(sorted(_DESCRIPTION))}",
+        "its description does not have exactly the keys "
+        f"{', '.join(sorted(_DESCRIPTION))}",
     )
     rows, seen = _rows(said["rows"]), said["draft_seen"]
     if seen is not None:
-        need(_counts(seen), f"draft_seen is {shown(seen)} and no list of whole numbers")
+        need(
+            _counts(seen),
+            f"draft_seen is {shown(seen)}, which is not a list of whole numbers",
+        )
         check_seen(seen, [len(row) for row in rows])
         seen = tuple(seen)
     first, sizes = said["target_caches"], said["window_sizes"]
-    need(_counts([first]) and first > 0, f"it has {shown(first)} caches of the target")
+    need(
+        _counts([first]) and first > 0,
+        f"target_caches is {shown(first)}, which is not a whole number above 0",
+    )
     need(
         isinstance(sizes, dict) and _counts([*sizes.values()]),
-        f"its window sizes are {shown(sizes)}",
+        f"window_sizes is {shown(sizes)}, which is not an object of whole numbers",
     )
     return Description(rows, first, seen, sizes)
 
@@ -86,10 +97,10 @@ def _counts(values: Any) -> bool:
 def _rows(rows: Any) -> Rows:
     need(
         isinstance(rows, list) and bool(rows) and all(_counts(row) for row in rows),
-        "its rows of tokens are no lists of token ids",
+        "rows is not a list of one or more lists of token ids",
     )
     largest = max((max(row, default=0) for row in rows), default=0)
-    need(largest <= MAX_TOKEN, f"a token is above {MAX_TOKEN}")
+    need(largest <= MAX_TOKEN, f"token id {largest} is above {MAX_TOKEN}")
     return tuple(tuple(row) for row in rows)
 
 
@@ -98,7 +109,7 @@ def check_digest(result: str, user: Mapping[str, str]) -> None:
     said = user.get(f"{PREFIX}digest")
     need(
         result == said,
-        f"its content has the digest {result[:12]} and was saved with "
+        f"its content has the digest {result[:12]}, but was saved with the digest "
         f"{shown(said and said[:12])}: it has changed since",
     )
 
@@ -108,5 +119,6 @@ def check_seen(seen: Sequence[int], counts: Sequence[int]) -> None:
     need(
         len(seen) == len(counts)
         and all(0 <= have <= count for have, count in zip(seen, counts, strict=True)),
-        f"the drafter holds {list(seen)} of {list(counts)} tokens",
+        f"draft_seen is {list(seen)}, but has to be one number per row, at most the "
+        f"row's number of tokens, {list(counts)}",
     )

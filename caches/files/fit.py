@@ -46,13 +46,13 @@ def _pairs(saved: Sequence[Any], caches: Sequence[Any]) -> Iterator[tuple[Any, A
     """Yield every leaf of the file with the live cache at the same place."""
     need(
         len(saved) == len(caches),
-        f"it holds {len(saved)} caches in a list where {len(caches)} are due",
+        f"it holds {len(saved)} caches in a list, but the live list has {len(caches)}",
     )
     for cache, live in zip(saved, caches, strict=True):
         listed = type(live) is CacheList
         need(
             isinstance(cache, CacheList) == listed,
-            "a list of caches stands where a cache is due, or the other way round",
+            "one side has a CacheList where the other has a single cache",
         )
         if listed:
             yield from _pairs(cache.caches, live.caches)
@@ -67,12 +67,12 @@ def _check_fits(leaf: Any, live: Any, *, cast: bool) -> None:
     """
     present = as_saved(live)
     there, here = type(leaf).__name__, type(present).__name__
-    need(there == here, f"the file has a {there} and the live cache is {here}")
+    need(there == here, f"the file has a {there}, and the live cache is a {here}")
     ours, theirs = _settings(present), _settings(leaf)
     for name, value in ours.items():
         need(
             theirs[name] == value,
-            f"{name} is {theirs[name]} in the file and {value} here",
+            f"{name} is {theirs[name]} in the file and {value} in the live cache",
         )
     if cast:
         _cast(leaf, present)
@@ -82,7 +82,7 @@ def _check_fits(leaf: Any, live: Any, *, cast: bool) -> None:
         need(
             other.dtype == array.dtype and _alike(leaf, other, array),
             f"{name} is {array.shape} {array.dtype} in the file and {other.shape} "
-            f"{other.dtype} here",
+            f"{other.dtype} in the live cache",
         )
 
 

@@ -156,7 +156,7 @@ def check(caches: Sequence[Any], what: str = "cache ") -> None:
     for i, cache in enumerate(caches):
         _check(cache, f"{what}{i}")
     sizes = {size for leaf in flat(caches) if (size := batch(leaf)) is not None}
-    need(len(sizes) < 2, f"its caches are for batches of {sorted(sizes)}")
+    need(len(sizes) < 2, f"the caches have different batch sizes: {sorted(sizes)}")
 
 
 def _check(cache: Any, place: str) -> None:
@@ -176,7 +176,7 @@ def check_leaf(cache: Any) -> None:
     kind = kind_of(cache)
     for name in kind.pending:
         pending = getattr(cache, name)
-        need(pending is None, f"it is between prepare and finalize: {name} is set")
+        need(pending is None, f"it still needs a call of finalize(): {name} is set")
     sound = all(_is_count(name, getattr(cache, name)) for name in kind.numbers)
     used = kind.used(cache) if sound else None
     if used is None:
@@ -239,16 +239,17 @@ def check_tokens(caches: Sequence[Any], counts: list[int], whose: str) -> None:
         stored, size = positions(leaf), batch(leaf)
         need(
             size in (None, len(counts)),
-            f"the {whose} caches are for a batch of {size} and the tokens for one of "
-            f"{len(counts)}",
+            f"the {whose} caches are for a batch of {size}, but the tokens are for a "
+            f"batch of {len(counts)}",
         )
         if stored is None or stored == counts:
             continue
         need(
-            len(stored) == len(counts), f"the {whose} has {len(stored)} rows in a batch"
+            len(stored) == len(counts),
+            f"the {whose} caches have {len(stored)} rows, and the tokens {len(counts)}",
         )
         row = next(i for i, count in enumerate(counts) if stored[i] != count)
         raise FlawError(
             f"a {type(leaf).__name__} of the {whose} holds {stored[row]} tokens in row "
-            f"{row} and {counts[row]} are given"
+            f"{row}, but that row has {counts[row]} tokens"
         )

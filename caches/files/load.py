@@ -44,7 +44,10 @@ class LoadedCaches:
         """The tokens of the only row."""
         if self.rows is None or len(self.rows) != 1:
             count = "no" if self.rows is None else len(self.rows)
-            raise InvalidRequestError(f"The file has {count} rows of tokens, not one.")
+            raise InvalidRequestError(
+                f"The file has {count} rows of tokens, and `tokens` is for files with "
+                "one row. Read `rows`."
+            )
         return self.rows[0]
 
 
@@ -99,7 +102,7 @@ def load_caches(
     except (FlawError, OSError) as error:
         raise CacheFileError(
             f"{os.fspath(path)!r} cannot be loaded: {error}. Save it again from caches "
-            "of the same model; nothing was taken from it."
+            "of the same model; nothing was loaded."
         ) from error
     return saved
 
@@ -108,7 +111,7 @@ def _layout(metadata: dict[str, str]) -> str:
     layout = mlx_lm_format.layout_of(metadata)
     if layout is None:
         raise FlawError(
-            "it holds no caches: its metadata are not those of save_caches or of "
+            "it holds no caches: its metadata was not written by save_caches or by "
             "mlx-lm's save_prompt_cache"
         )
     return layout
@@ -135,8 +138,8 @@ def _checked(
         first, rows, seen = said.target_caches, said.rows, said.draft_seen
         need(
             (seen is None) == (first == len(caches)) and first <= len(caches),
-            f"it has {len(caches)} caches, {first} of the target, and draft_seen is "
-            f"{shown(seen)}",
+            f"it has {len(caches)} caches, target_caches is {first} and draft_seen is "
+            f"{shown(seen)}, which contradict each other",
         )
         listed = seen is not None
         user = {k: v for k, v in user.items() if not k.startswith(extension.PREFIX)}

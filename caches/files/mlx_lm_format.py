@@ -102,7 +102,7 @@ def read_native(
     states = _tree(values)
     need(
         isinstance(states, list) and len(states) == len(names),
-        f"it has {len(states)} caches and names {len(names)}",
+        f"it has the states of {len(states)} caches and {len(names)} class names",
     )
     if layout == "0.32":
         return [
@@ -112,7 +112,7 @@ def read_native(
     infos = _tree(_part(texts, "0"))
     need(
         isinstance(infos, list) and len(infos) == len(names),
-        f"it has {len(names)} caches, and not as many lists of numbers",
+        f"it has {len(names)} caches, but not one meta_state for each",
     )
     return [_cache31(name, states[i], infos[i], f"{i}") for i, name in enumerate(names)]
 
@@ -144,24 +144,27 @@ def _tree(named: dict[str, Any]) -> Any:
 
 def _nested(values: dict[tuple[int, ...], Any]) -> Any:
     if () in values:
-        need(len(values) == 1, "a value stands where a list is due")
+        need(len(values) == 1, "the name of one value begins the names of others")
         return values[()]
     groups: dict[int, dict[tuple[int, ...], Any]] = {}
     for (first, *rest), value in values.items():
         groups.setdefault(first, {})[tuple(rest)] = value
-    need(groups.keys() == set(range(len(groups))), "a list has gaps")
+    need(
+        groups.keys() == set(range(len(groups))),
+        "the numbers in the names of its values have gaps",
+    )
     return [_nested(groups[i]) for i in range(len(groups))]
 
 
 def _scalars(arrays: dict[str, mx.array], kinds: Any) -> dict[str, Any]:
     """Return the numbers, texts and None that arrays stand for, by their names."""
-    need(isinstance(kinds, list), "its list of numbers is not a list")
+    need(isinstance(kinds, list), "its metadata 2 is not a list")
     values = {}
     for index, pair in enumerate(kinds[1:], 1):
         fits = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
         need(
             fits and pair[0] in arrays,
-            f"2.{index} is not the name of a tensor with its kind",
+            f"its metadata 2.{index} is not a pair of a tensor's name and its kind",
         )
         values[pair[0]] = _scalar(arrays[pair[0]], pair[1], pair[0])
     return values
@@ -170,16 +173,22 @@ def _scalars(arrays: dict[str, mx.array], kinds: Any) -> dict[str, Any]:
 def _scalar(array: mx.array, kind: str, name: str) -> Any:
     if kind == "scalar":
         fits = array.ndim == 0 and array.dtype in (*INTEGERS, mx.bool_)
-        need(fits, f"{name} is {array.shape} {array.dtype} and no whole number")
+        need(fits, f"{name}, {array.shape} {array.dtype}, is not a whole number")
         return array.item()
     if kind == "string":
         fits = array.ndim == 1 and array.dtype in INTEGERS and 0 < array.size < 100
-        need(fits, f"{name} is {array.shape} {array.dtype} and no text")
+        need(fits, f"{name}, {array.shape} {array.dtype}, is not a text")
         codes: Any = array.tolist()
-        need(all(32 <= code < 127 for code in codes), f"{name} is no plain text")
+        need(
+            all(32 <= code < 127 for code in codes),
+            f"{name} has characters other than printable ASCII",
+        )
         return "".join(map(chr, codes))
-    need(kind == "none", f"{name} is of the kind {shown(kind)}")
-    need(array.size == 0, f"{name} stands for None and has {array.size} values")
+    need(
+        kind == "none",
+        f"{name} is of kind {shown(kind)}; known are scalar, string, none",
+    )
+    need(array.size == 0, f"{name} stands for None, but has {array.size} values")
     return None
 
 
@@ -204,7 +213,7 @@ def _cache32(name: Any, state: Any, place: str, sizes: dict[str, int]) -> Any:
         need(
             isinstance(state, list)
             and all(isinstance(pair, list) and len(pair) == 2 for pair in state),
-            f"the members of cache {place} are no pairs of a state and a class name",
+            f"the members of cache {place} are not pairs of a state and a class name",
         )
         each = enumerate(state)
         return CacheList(
@@ -231,7 +240,7 @@ def _complete_layer(fields: dict[str, Any], place: str, size: int) -> None:
     scalar = isinstance(offset, mx.array) and offset.ndim == 0
     need(
         scalar and offset.dtype in INTEGERS,
-        f"cache {place}, a LayerCache, has no offset",
+        f"cache {place}, a LayerCache, has no whole number as its offset",
     )
     fields["offset"] = offset.item()
     sized = isinstance(window, mx.array) and window.ndim == 3
@@ -241,8 +250,8 @@ def _complete_layer(fields: dict[str, Any], place: str, size: int) -> None:
     else:
         need(
             size > 0,
-            f"cache {place}, a LayerCache, does not tell its window_size: pass like=, "
-            "the model's own empty caches",
+            f"cache {place}, a LayerCache, has no window_size in the file: pass the "
+            "model's own empty caches as like=",
         )
         fields["window_size"] = size
 
@@ -256,7 +265,11 @@ def _cache31(name: Any, state: Any, info: Any, place: str) -> Any:
         need(fits, f"cache {place}, a CacheList, does not name its members, {OLDER}")
         names, infos = info
         fits = len(names) == len(infos) == len(state)
-        need(fits, f"cache {place} has {len(state)} members and {len(names)} names")
+        need(
+            fits,
+            f"cache {place} has {len(state)} members, {len(names)} class names and "
+            f"{len(infos)} meta_states",
+        )
         each = enumerate(zip(names, state, infos, strict=True))
         return CacheList(*(_cache31(*one, f"{place}.{i}") for i, one in each))
     need(name != "MambaCache", f"cache {place} is a MambaCache, {OLDER}")
@@ -266,14 +279,17 @@ def _cache31(name: Any, state: Any, info: Any, place: str) -> Any:
     names = KINDS[name].arrays
     if name == "ArraysCache":
         return built(name, {"cache": state, "left_padding": None, "lengths": None})
-    need(len(state) == len(names), f"cache {place} has {len(state)} arrays")
+    need(
+        len(state) == len(names),
+        f"cache {place}, a {name}, has {len(state)} arrays and needs {len(names)}",
+    )
     fields |= dict(zip(names, state, strict=True))
     if name == "ChunkedKVCache":
         start = fields["start_position"]
         need(
             start == 0,
             f"cache {place}, a ChunkedKVCache of mlx-lm 0.31 or older, has dropped "
-            f"{start} positions and does not tell its offset",
+            f"{start} positions, and its offset is not in the file",
         )
     for number in KINDS[name].numbers:
         if number not in fields:
@@ -283,7 +299,7 @@ def _cache31(name: Any, state: Any, info: Any, place: str) -> Any:
 
 def _numbers31(name: str, info: Any, place: str) -> dict[str, int]:
     if name not in NUMBERS_031:
-        need(info == "", f"cache {place}, a {name}, has numbers it should not")
+        need(info == "", f"cache {place} has a meta_state, but a {name} has none")
         return {}
     texts, fields = info if isinstance(info, list) else [info], NUMBERS_031[name]
     need(
@@ -294,11 +310,14 @@ def _numbers31(name: str, info: Any, place: str) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for field, text in zip(fields, texts, strict=True):
         if field == "rotated":
-            need(text in ("True", "False"), f"rotated is {shown(text)}")
+            need(
+                text in ("True", "False"),
+                f"rotated is {shown(text)}, not True or False",
+            )
             numbers[field] = text == "True"
         else:
             number = isinstance(text, str) and _NUMBER.fullmatch(text)
-            need(bool(number), f"{field} is {shown(text)}")
+            need(bool(number), f"{field} is {shown(text)}, not a whole number")
             numbers[field] = int(text)
     return numbers
 
@@ -308,5 +327,5 @@ def _rows_of_keys(fields: dict[str, Any]) -> int:
     keys = fields["keys"]
     if keys is None:
         return 0
-    need(isinstance(keys, mx.array) and keys.ndim == 4, "keys has not 4 axes")
+    need(isinstance(keys, mx.array) and keys.ndim == 4, "keys does not have 4 axes")
     return int(keys.shape[2])

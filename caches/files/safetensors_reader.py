@@ -140,7 +140,9 @@ def read_header(file: BinaryIO, size: int) -> Header:
         raise FlawError(f"it has {size} bytes, and a safetensors file has 8 or more")
     length = int.from_bytes(_read(file, 8), "little")
     if length > size - 8:
-        raise FlawError(f"its header is said to have {length} bytes of {size - 8}")
+        raise FlawError(
+            f"its header should have {length} bytes, but only {size - 8} follow"
+        )
     if length > MAX_HEADER:
         raise FlawError(f"its header has {length} bytes, and {MAX_HEADER} is the limit")
     entries = parse_json(_read(file, length), "the header")
@@ -150,7 +152,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise FlawError("its __metadata__ is not a JSON object of texts")
+        raise FlawError("its __metadata__ is not a JSON object of strings")
     tensors = {name: _tensor(name, entry) for name, entry in entries.items()}
     ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop))
     _check_tiles(ordered, size - 8 - length)
@@ -160,7 +162,10 @@ def read_header(file: BinaryIO, size: int) -> Header:
 def _tensor(name: str, entry: Any) -> Tensor:
     keys = {"dtype", "shape", "data_offsets"}
     if not isinstance(entry, dict) or entry.keys() != keys:
-        raise FlawError(f"the entry of {shown(name)} is not {', '.join(sorted(keys))}")
+        raise FlawError(
+            f"the entry of {shown(name)} does not have exactly the keys "
+            f"{', '.join(sorted(keys))}"
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
@@ -176,10 +181,14 @@ def _tensor(name: str, entry: Any) -> Tensor:
     wanted = math.prod(shape) * DTYPES[dtype].size
     if stop - start != wanted:
         raise FlawError(
-            f"{shown(name)} needs {wanted} bytes and has [{start}, {stop}) of the data"
+            f"{shown(name)} needs {wanted} bytes, but its data_offsets are "
+            f"[{start}, {stop})"
         )
     if wanted == 0 and math.prod(d for d in shape if d) > MAX_EMPTY:
-        raise FlawError(f"{shown(name)} is empty, with a shape above {MAX_EMPTY}")
+        raise FlawError(
+            f"{shown(name)} is empty, and the product of its dimensions other than 0 "
+            f"is above {MAX_EMPTY}"
+        )
     return Tensor(dtype, tuple(shape), start, stop)
 
 
@@ -192,12 +201,14 @@ def _check_tiles(ordered: list[tuple[str, Tensor]], size: int) -> None:
     for name, tensor in ordered:
         if tensor.start != position:
             raise FlawError(
-                f"{shown(name)} begins at byte {tensor.start} of the data, and the "
+                f"{shown(name)} begins at byte {tensor.start} of the data, but the "
                 f"tensor before it ends at {position}"
             )
         position = tensor.stop
     if position != size:
-        raise FlawError(f"its tensors have {position} bytes of data and it has {size}")
+        raise FlawError(
+            f"its tensors take {position} bytes of data, but the file has {size}"
+        )
 
 
 def read_arrays(file: BinaryIO, header: Header, digest: Any = None) -> dict[str, Any]:
@@ -213,7 +224,7 @@ def read_arrays(file: BinaryIO, header: Header, digest: Any = None) -> dict[str,
             continue
         raw = np.frombuffer(data, dtype=f"<u{dtype.size}")
         if tensor.dtype == "BOOL" and raw.max() > 1:
-            raise FlawError(f"{shown(name)} is BOOL and holds the byte {raw.max()}")
+            raise FlawError(f"{shown(name)} is BOOL, but holds the byte {raw.max()}")
         arrays[name] = mx.array(raw).view(dtype).reshape(tensor.shape)
     mx.eval(list(arrays.values()))
     return arrays

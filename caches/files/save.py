@@ -103,10 +103,12 @@ def _rows(tokens: Tokens) -> Rows:
     for row in rows:
         for token in row:
             if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise InvalidRequestError(f"{token!r:.60} is no token id. Pass ints.")
+                raise InvalidRequestError(
+                    f"{token!r:.60} is not a token id. Pass ints."
+                )
             if not 0 <= token <= MAX_TOKEN:
                 raise InvalidRequestError(
-                    f"{token} is no token id. Pass ids from 0 to {MAX_TOKEN}."
+                    f"{token} is not a token id. Pass ids from 0 to {MAX_TOKEN}."
                 )
     return tuple(tuple(int(token) for token in row) for row in rows)
 
@@ -127,12 +129,14 @@ def _draft_seen(
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return the user's metadata; refuse reserved keys, and values other than str."""
     if not all(isinstance(v, str) for pair in metadata.items() for v in pair):
-        raise InvalidRequestError("metadata has a key or value that is no text.")
+        raise InvalidRequestError(
+            "metadata has a key or value that is not a str. Pass only str."
+        )
     reserved = PREFIX.removesuffix(".")
     if taken := [key for key in metadata if key.partition(".")[0] == reserved]:
         raise InvalidRequestError(
-            f"metadata has the key {taken[0]!r}. Keys of {reserved!r} are taken: "
-            "choose another."
+            f"metadata has the key {taken[0]!r}, but keys that begin with {reserved!r} "
+            "are reserved. Choose another."
         )
     return dict(metadata)
 
@@ -146,5 +150,5 @@ def _write(
     except (OSError, ValueError, FlawError) as error:
         raise CacheFileError(
             f"{os.fspath(path)!r} cannot be written: {error}. Choose a file in a "
-            "folder that exists, with room on the disk; an old file is as it was."
+            "folder that exists, with room on the disk; an existing file is unchanged."
         ) from error

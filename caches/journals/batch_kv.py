@@ -59,9 +59,9 @@ def check_no_right_padding(cache: Any, pending: mx.array | None) -> None:
     """Refuse to keep a part of a prompt that still has right padding."""
     if pending is not None:
         raise InvalidRequestError(
-            f"A part of the positions written to a {type(cache).__name__} was to be "
-            f"kept, and it waits for finalize() with {pending.shape[0]} rows padded "
-            "on the right. Keep all or nothing, and call finalize() before drafting."
+            f"A {type(cache).__name__} cannot keep a part of the written positions "
+            f"while its {pending.shape[0]} rows are padded on the right. Keep all or "
+            "nothing, and call finalize() before drafting."
         )
 
 

@@ -23,9 +23,9 @@ class ConcatenateJournal(KVJournal):
         rows = 0 if cache.keys is None else int(cache.keys.shape[-2])
         if cache.offset != rows:
             raise UnsupportedCacheError(
-                f"A ConcatenateKVCache holds {rows} rows and its offset is "
-                f"{cache.offset}: its trim() leaves the rows, which then count again. "
-                "Feed the kept tokens to a new KVCache."
+                f"A ConcatenateKVCache holds {rows} rows, but its offset is "
+                f"{cache.offset}: its trim() does not remove rows, and the next write "
+                "counts them again. Feed the kept tokens to a new KVCache."
             )
         super().__init__(cache)
         self._before = (cache.keys, cache.values)

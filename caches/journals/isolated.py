@@ -71,7 +71,7 @@ def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
     except Exception as error:
         raise UnsupportedCacheError(
             f"A {type(cache).__name__} cannot be copied ({error}), and isolated=True "
-            "needs a copy. Take what stands in the way off the cache, or open the "
+            "needs a copy. Remove what cannot be copied from the cache, or open the "
             "speculation without isolated=True."
         ) from error
     return IsolatedJournal(cache, twin, open_journal(twin))

@@ -172,7 +172,7 @@ class Persistence:
         except Exception as error:  # a failure of the disk or of mlx: decoding goes on
             if not self._failed:
                 LOG.warning(
-                    "the prefix cache goes on in memory alone: nothing can be written "
+                    "the prefix cache continues in memory only: nothing can be written "
                     "to %s (%s)",
                     self._folder.path,
                     error,

@@ -100,14 +100,15 @@ class Roles(list[Role]):
         )
         if not same:
             raise InvalidRequestError(
-                f"The prefix cache belongs to {_named(mine)}, and {_named(owners)} was "
-                "asked for. Make a PrefixCache for each pair of target and draft."
+                f"The prefix cache belongs to {_named(mine)}, but was passed for "
+                f"{_named(owners)}. Make a PrefixCache for each pair of target and "
+                "draft."
             )
         if self._shape != shape:
             raise InvalidRequestError(
-                f"The prefix cache holds what forwards with exact={_rows(self._shape)} "
-                f"have computed, and exact={_rows(shape)} was asked for. Make a "
-                "PrefixCache for each."
+                f"The prefix cache was filled with exact={_rows(self._shape)}, but was "
+                f"passed with exact={_rows(shape)}. Make a PrefixCache for each value "
+                "of exact."
             )
         for present, other in zip(roles, new_roles, strict=True):
             merge(

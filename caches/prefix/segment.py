@@ -65,7 +65,11 @@ def decoded(
     for which, role in enumerate(roles):
         if role.mark in plan:
             name, counts, fields = plan[role.mark]
-            need(len(counts) == len(role.empty.leaves), "it has other layers")
+            need(
+                len(counts) == len(role.empty.leaves),
+                f"it has {len(counts)} layers, but this process has "
+                f"{len(role.empty.leaves)}",
+            )
             kept[which] = _held(arrays, role, str(name), counts, fields, start, stop)
     return kept
 
@@ -85,7 +89,10 @@ def _held(
         parts = tuple(
             arrays[f"{name}.rows.{number}.{i}"] for i in range(counts[number])
         )
-        need(all(x.shape[-2] == last - first for x in parts), "its rows are others")
+        need(
+            all(x.shape[-2] == last - first for x in parts),
+            f"its arrays do not have {last - first} rows",
+        )
         rows = (Rows(first, last, parts),) if parts else ()
         leaves.append(replace(leaf, rows=rows, state=None))
         if fields is not None:
@@ -108,7 +115,10 @@ def _plain(value: Any, arrays: list[mx.array]) -> Any:
     if isinstance(value, list | tuple):
         kind = type(value).__name__
         return {kind: [_plain(each, arrays) for each in value]}
-    need(value is None or isinstance(value, int | float | str), "a field is no value")
+    need(
+        value is None or isinstance(value, int | float | str),
+        f"one of its fields is a {type(value).__name__}, which cannot be stored",
+    )
     return value
 
 

@@ -107,8 +107,8 @@ class SegmentFolder:
         private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
         if not private or mode & 0o077:
             raise FlawError(
-                f"it has mode {mode:04o} and the owner {status.st_uid}, and a folder "
-                f"of mode 0700 of user {os.geteuid()} is needed"
+                f"it has mode {mode:04o} and owner {status.st_uid}; it has to be a "
+                f"folder with mode 0700 and owner {os.geteuid()}"
             )
 
     def _read_key(self) -> bytes:
@@ -180,11 +180,11 @@ class SegmentFolder:
         text = header.metadata.get("segment", "").encode()
         seal = header.metadata.get("seal", "").encode()
         same = hmac.compare_digest(self._hash(text).encode(), seal)
-        need(same, "its header has changed since it was written, or has another key")
+        need(same, "its header has changed, or was written with another key")
         said = json.loads(text)
         result = _segment_of(name, said)
         same = name == self._name(result.parent, result.tokens)
-        need(same, "it is another segment than its name says")
+        need(same, "it holds another segment than its file name says")
         return result
 
     def read(self, segment: Segment) -> tuple[dict[str, mx.array], Any]:
@@ -245,7 +245,7 @@ class SegmentFolder:
     def drop(self, name: str, error: Exception) -> None:
         """Remove a file that has changed since it was written, and log it."""
         if not isinstance(error.__cause__, FileNotFoundError):
-            LOG.warning("%s is of no use and removed: %s", self.path / name, error)
+            LOG.warning("removed %s, which cannot be used: %s", self.path / name, error)
         self.remove(name)
 
     def remove(self, name: str) -> None:
@@ -259,7 +259,10 @@ class SegmentFolder:
         Files are counted every 10 seconds, and whenever there may be no room.
         """
         if size > self._max_bytes:
-            raise OSError(f"a segment has {size} bytes of {self._max_bytes} in all")
+            raise OSError(
+                f"a segment has {size} bytes, and disk_gigabytes allows "
+                f"{self._max_bytes} in all"
+            )
         now = time.time()
         self._bytes += size
         if self._bytes <= self._max_bytes and now - self._counted < COUNTED_SECONDS:

@@ -34,12 +34,12 @@ def check_readable(cache: Any, place: int) -> None:
     kept = getattr(cache, "keep", 0)
     if known and kept == 0:
         return
-    what = f"with keep={kept}" if known else "of another kind"
+    what = f" with keep={kept}" if known else ""
     names = ", ".join(kind.__name__ for kind in READABLE)
     raise UnsupportedCacheError(
-        f"A drafter is to read the keys and values of layer {place}, whose cache is a "
-        f"{type(cache).__name__} {what}, and those that can be read are {names} with "
-        "keep=0. Use such caches, or another drafter."
+        f"The drafter reads keys and values of layer {place}, but they cannot be read "
+        f"from its cache, a {type(cache).__name__}{what}. Use a {names} with keep=0, "
+        "or another drafter."
     )
 
 
@@ -63,8 +63,8 @@ def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.ar
     start = max(0, 0 if count is None else stop - count, first)
     if not start < stop <= cache.offset:
         raise InvalidRequestError(
-            f"Positions [{start}, {stop}) of a {type(cache).__name__} were to be read, "
-            f"which holds [{first}, {cache.offset}). Read it before it moves on."
+            f"Positions [{start}, {stop}) of a {type(cache).__name__} were requested, "
+            f"but it holds only [{first}, {cache.offset}). Read them while it does."
         )
     rows = slice(start - first, stop - first)
     kind: Any = type(cache)

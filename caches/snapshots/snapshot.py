@@ -143,14 +143,14 @@ def split(whole: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
     """
     if not whole.start <= at <= whole.stop:
         raise InvalidRequestError(
-            f"The cut is at {at}, and the snapshot holds "
+            f"The cut is at {at}, but the snapshot holds "
             f"[{whole.start}, {whole.stop}). Cut inside of it."
         )
     state = next((leaf for leaf in whole.leaves if leaf.state is not None), None)
     if state is not None and whole.start < at < whole.stop:
         raise UnsupportedCacheError(
-            f"Layer {state.place} is a {state.kind.__name__}, which can be cut at "
-            f"{whole.stop} only, where it was taken, and not at {at}. Cut there, or "
+            f"Layer {state.place} is a {state.kind.__name__}, which can be cut only at "
+            f"{whole.stop}, where the snapshot was taken, not at {at}. Cut there, or "
             "cut the snapshot's `ranges`."
         )
     parts = (whole.start, at), (at, whole.stop)
@@ -194,7 +194,7 @@ def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
     if len(some) != len(others):
         raise InvalidRequestError(
             f"One side has {len(some)} leaf caches and the other {len(others)}. "
-            "Snapshots fit the caches of the model that they were taken of."
+            "Use snapshots only with caches of the model that they were taken from."
         )
     for one, other in zip(some, others, strict=True):
         mine = one.place, one.kind.__name__, one.settings
@@ -202,6 +202,6 @@ def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
             raise InvalidRequestError(
                 f"Layer {one.place} is a {one.kind.__name__} with {one.settings} on "
                 f"one side, and layer {other.place} a {other.kind.__name__} with "
-                f"{other.settings} on the other. Snapshots fit the caches of the model "
-                "that they were taken of."
+                f"{other.settings} on the other. Use snapshots only with caches of the "
+                "model that they were taken from."
             )

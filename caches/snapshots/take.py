@@ -53,13 +53,13 @@ def snapshot(
         stop = extent
     if stop is None:
         raise InvalidRequestError(
-            "No cache knows how many tokens it holds, and stop is None. Pass the "
-            "number of tokens that the caches were fed."
+            "No cache knows how many tokens it holds, and stop is None. Pass as stop "
+            "the number of tokens that were fed to the caches."
         )
     if not 0 <= start <= stop or (extent is not None and stop > extent):
         raise InvalidRequestError(
-            f"The range [{start}, {stop}) was asked for, and the caches hold "
-            f"[0, {stop if extent is None else extent}). Ask for a part of that."
+            f"The requested range [{start}, {stop}) is not in the caches, which hold "
+            f"[0, {stop if extent is None else extent}). Request a part of that."
         )
     for place, leaf, _ in result:
         _check_offset(place, leaf, extent, stop)
@@ -88,9 +88,9 @@ def restore(saved: Snapshot, target: Sequence[Any]) -> None:
     if saved.stateless is not None:
         leaf = saved.stateless
         raise UnsupportedCacheError(
-            f"Layer {leaf.place} is a {leaf.kind.__name__}, and this snapshot of "
-            f"[{saved.start}, {saved.stop}) has no state of it. Restore at an offset "
-            "where one was taken."
+            f"Layer {leaf.place} is a {leaf.kind.__name__}, but this snapshot of "
+            f"[{saved.start}, {saved.stop}) has no state for it. Restore a snapshot "
+            "that ends where a state was taken."
         )
     check_same([_bare(*one) for one in result], saved.leaves)
     if saved.start:
@@ -138,13 +138,13 @@ def _check_offset(place: str, leaf: Any, extent: int | None, stop: int) -> None:
         offset = _offset(leaf)
     if HOLDINGS[kind].whole and offset is not None and offset != stop:
         raise UnsupportedCacheError(
-            f"Layer {place} is a {kind.__name__}, which can be cut at {offset} only, "
-            f"where it stands, and not at {stop}. Take the snapshot there."
+            f"Layer {place} is a {kind.__name__}, which can be cut only at {offset}, "
+            f"its offset, not at {stop}. Take the snapshot there."
         )
     if offset != extent:
         raise InvalidRequestError(
-            f"Layer {place} holds {offset} tokens, and another {extent}. The layers of "
-            "a model move together: pass caches that were fed the same tokens."
+            f"Layer {place} holds {offset} tokens, and another layer {extent}. Pass "
+            "caches whose layers were all fed the same tokens."
         )
 
 
@@ -166,9 +166,9 @@ def _check_continues(target: Sequence[Any], saved: Snapshot) -> None:
     offset = _extent(target)
     if offset is not None and offset != saved.start:
         raise InvalidRequestError(
-            f"The caches hold {offset} tokens, and the snapshot of "
-            f"[{saved.start}, {saved.stop}) goes on from {saved.start}. Restore "
-            "what is before it first, or merge the two."
+            f"The caches hold {offset} tokens, but the snapshot of "
+            f"[{saved.start}, {saved.stop}) begins at {saved.start}. First restore "
+            "the snapshot before it, or merge the two."
         )
 
 

@@ -54,14 +54,14 @@ class FixedShape:
         """Check both numbers."""
         if type(self.rows) is not int or not 2 <= self.rows <= MOST_ROWS:
             raise InvalidRequestError(
-                f"The rows of a forward are {self.rows!r}, and a whole number from 2 "
-                f"to {MOST_ROWS} is needed: one for the last token, the others for "
-                f"drafts. {ROWS} is usual."
+                f"A forward has {self.rows!r} rows; it has to be a whole number from 2 "
+                f"to {MOST_ROWS}: one row for the last token, the others for drafts. "
+                f"{ROWS} is usual."
             )
         if type(self.step) is not int or self.step < self.rows:
             raise InvalidRequestError(
-                f"The step of the views is {self.step!r}, and a whole number of at "
-                f"least {self.rows} is needed, the rows of a forward. {STEP} is usual."
+                f"The step of the views is {self.step!r}; it has to be a whole number "
+                f"of at least {self.rows}, the rows of a forward. {STEP} is usual."
             )
 
     def shown(self, position: int) -> int:

@@ -57,19 +57,18 @@ def checked_leaves(
     for place, leaf in result:
         if not known(leaf):
             raise UnsupportedCacheError(
-                f"{whose} of layer {place} is a {type(leaf).__name__}, and the kinds "
-                f"that can be {can} are {', '.join(kinds)}. Use one of these."
+                f"{whose} of layer {place} is a {type(leaf).__name__}, which cannot be "
+                f"{can}. Use one of {', '.join(kinds)}."
             )
         if id(leaf) in places:
             raise InvalidRequestError(
-                f"One cache object stands in two places, at layers {places[id(leaf)]} "
-                f"and {place}. Make a cache of its own for each, as make_prompt_cache "
-                "does."
+                f"One cache object is used for layers {places[id(leaf)]} and {place}. "
+                "Make a separate cache for each, as make_prompt_cache does."
             )
         places[id(leaf)] = place
     if not result:
         raise InvalidRequestError(
-            f"The list of caches holds {len(caches)} items and no leaf. Pass what "
+            f"The list of caches holds {len(caches)} items, but no cache. Pass what "
             "mlx_lm.models.cache.make_prompt_cache(model) returns."
         )
     return result
@@ -97,9 +96,9 @@ def check_single(caches: Sequence[Any]) -> None:
             place = next(p for p, other in leaves(caches) if other is leaf)
             content = f"{type(leaf).__name__} with {_rows(leaf)} rows"
             raise UnsupportedCacheError(
-                f"The cache of layer {place} is a {content}, and 1 sequence is decoded "
-                "here. Pass cache.extract(row) of every layer, or run the batch in a "
-                "Speculation of its own, with a number for each row."
+                f"The cache of layer {place} is a {content}, but only 1 sequence can "
+                "be decoded here. Pass cache.extract(row) of every layer, or run the "
+                "batch in its own Speculation, and commit one number for each row."
             )
 
 
@@ -120,7 +119,7 @@ def position(caches: Sequence[Any]) -> int | None:
     if mx.array in map(type, offsets):
         rows = next(each.shape[0] for each in offsets if isinstance(each, mx.array))
         raise InvalidRequestError(
-            f"One position was asked of batch caches with {rows} rows. "
+            f"Batch caches with {rows} rows have no single position. "
             "Read the offset of a batch cache, an array with the position of each row."
         )
     return max(offsets) if offsets else None

@@ -86,7 +86,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         """Refuse rows with other bits or another group size."""
         if (self.group_size, self.bits) != (other.group_size, other.bits):
             raise InvalidRequestError(
-                f"Rows of {other.bits} bits in groups of {other.group_size} were to be "
-                f"put beside rows of {self.bits} in groups of {self.group_size}. Put "
-                "those together that are quantized alike."
+                f"Rows of {other.bits} bits in groups of {other.group_size} cannot be "
+                f"joined with rows of {self.bits} bits in groups of {self.group_size}. "
+                "Join only rows that are quantized alike."
             )

@@ -64,8 +64,8 @@ class SlidingKVCache:
         slack = default_slack(max_size) if slack is None else slack
         if max_size < 1 or slack < 1:
             raise InvalidRequestError(
-                f"max_size is {max_size} and slack is {slack}. Both are counts of "
-                "rows, from 1."
+                f"max_size is {max_size} and slack is {slack}. Both have to be at "
+                "least 1 row."
             )
         self.max_size = max_size
         self.slack = slack
@@ -91,8 +91,8 @@ class SlidingKVCache:
         if type(native) is not RotatingKVCache or ring.keep != 0:
             kept = getattr(ring, "keep", None)
             raise InvalidRequestError(
-                f"A {type(native).__name__} with keep={kept} was given, and a "
-                "RotatingKVCache with keep=0 is needed. Leave others as they are."
+                f"A {type(native).__name__} with keep={kept} cannot be converted, only "
+                "a RotatingKVCache with keep=0. Leave other caches as they are."
             )
         cache = cls(ring.max_size, slack)
         if ring.keys is None or ring.offset == 0:
@@ -101,7 +101,7 @@ class SlidingKVCache:
         rows = min(ring.offset, ring.max_size)
         if keys.shape[2] < rows:
             raise InvalidRequestError(
-                f"The ring holds {keys.shape[2]} rows at offset {ring.offset}, and "
+                f"The ring holds {keys.shape[2]} rows at offset {ring.offset}, but "
                 f"{rows} belong there: it was cut. Feed its tokens to a new one."
             )
         cache._append(keys[..., -rows:, :], values[..., -rows:, :], undo=0)
@@ -180,9 +180,9 @@ class SlidingKVCache:
         n = min(n, self.offset)
         if n < 0 or self._end - n < min(self.offset - n, self.max_size):
             raise InvalidRequestError(
-                f"trim({n}) was asked of a sliding cache at offset {self.offset}, "
-                f"which holds its last {self._end} rows, and {self.max_size} have to "
-                "remain. Feed the tokens again."
+                f"A sliding cache at offset {self.offset} cannot do trim({n}): it "
+                f"holds the last {self._end} rows, and {self.max_size} have to remain. "
+                "Feed the tokens again."
             )
         self._drop(n)
         return n

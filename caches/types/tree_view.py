@@ -93,9 +93,9 @@ def check_trees(caches: Sequence[Any]) -> None:
     """
     for cache in _without_trees(caches):
         raise UnsupportedCacheError(
-            f"A {type(cache).__name__} cannot hold a tree: that takes rows of keys and "
-            "values, in a KVCache, QuantizedKVCache, SlidingKVCache or "
-            "RotatingKVCache with keep=0. Leave draft_tree out for this model."
+            f"A {type(cache).__name__} cannot hold a draft tree; a KVCache, "
+            "QuantizedKVCache, SlidingKVCache or RotatingKVCache with keep=0 can. "
+            "Leave draft_tree out for this model."
         )
 
 

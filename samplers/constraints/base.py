@@ -94,8 +94,8 @@ class TokenAutomaton:
         )
         if lowest < 0:
             raise InvalidRequestError(
-                f"There is a token id {lowest}, and ids are 0 or more. Fix the "
-                "transitions."
+                f"The transitions have the token id {lowest}, but ids are 0 or more. "
+                "Correct the transitions."
             )
 
     def begin(self) -> "AutomatonState":

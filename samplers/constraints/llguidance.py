@@ -299,8 +299,8 @@ def unusable(reason: str, grammar: str, kind: str = "grammar") -> InvalidRequest
 def not_enforced(warnings: str, kind: str = "grammar") -> InvalidRequestError:
     """Return the error for a grammar that llguidance would enforce only in part."""
     return InvalidRequestError(
-        f"A part of the {kind} would not be enforced: {warnings}. Leave it out, and "
-        "check it afterwards."
+        f"A part of the {kind} would not be enforced: {warnings}. Leave that part out, "
+        "and check the text afterwards."
     )
 
 

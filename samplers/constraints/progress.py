@@ -90,10 +90,10 @@ class Constrained:
             raise self._committed.failure
         if not (self._committed.goes_on or self._committed.may_end):
             raise ConstraintError(
-                f"After {self._count} tokens under the constraint it allows none of "
+                f"After {self._count} tokens under it, the constraint allows none of "
                 f"the {int(self._usable.sum())} ids that can be chosen, and the text "
                 "may not end there. Loosen the constraint, or use a tokenizer that "
-                "can write what it asks for."
+                "can write what it requires."
             )
 
     def place(self, path: Sequence[int]) -> Place | None:
@@ -178,8 +178,8 @@ class Constrained:
         place = self.place(path)
         if place is None:
             raise ConstraintError(
-                f"The tokens {list(path)} were chosen after {self._count} tokens under "
-                "the constraint, and it does not allow them. Choose from the masks."
+                f"After {self._count} tokens under it, the constraint does not allow "
+                f"the chosen tokens {list(path)}. Choose from the masks."
             )
         return place
 
@@ -212,7 +212,7 @@ def _checked(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Refuse a mask that is not bool [ids], such as a list of ids or packed bits."""
     if allowed.dtype != np.bool_ or allowed.ndim != 1:
         raise ConstraintError(
-            f"allowed() returned {allowed.dtype}{list(allowed.shape)}, and bool [ids] "
-            "is needed: one value for each token id. Fix the constraint."
+            f"allowed() returned {allowed.dtype}{list(allowed.shape)}, but has to "
+            "return bool [ids], one value for each token id. Fix the constraint."
         )
     return allowed

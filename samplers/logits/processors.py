@@ -198,8 +198,8 @@ class Processors:
             if not isinstance(result, mx.array) or result.shape != logits.shape:
                 value = result.shape if isinstance(result, mx.array) else result
                 raise InvalidRequestError(
-                    f"The logits processor {_name(processor)} returned {value}, and "
-                    f"logits [1, {self._width}] are needed. Let it return the logits."
+                    f"The logits processor {_name(processor)} returned {value}, but "
+                    f"has to return logits [1, {self._width}]. Correct the processor."
                 )
             logits = result
         return logits[:, :width]
@@ -222,6 +222,6 @@ def _check_ids(name: str, ids: Sequence[int], width: int) -> None:
     wrong = next((token for token in ids if token >= width), None)
     if wrong is not None:
         raise InvalidRequestError(
-            f"{name} names the id {wrong}, and the target's ids go up to {width - 1}. "
-            "Take ids of its tokenizer."
+            f"{name} has the id {wrong}, but the target's ids go up to {width - 1}. "
+            "Take ids of the target's tokenizer."
         )

@@ -47,14 +47,14 @@ def merged(kind: AttentionKind, lengths: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("keep", "said"),
     [
-        ([3, -1, 0], r"-1 of row 1, and 4 positions"),
-        ([3, 0, 5], r"5 of row 2, and 4 positions were written. Pass a number from 0"),
-        ([9, 0, 5], r"commit\(\[9, 0, 5\]\) was asked, 9 of row 0"),
-        ([5, 5, 5], r"commit\(5\) was asked, and 4 positions"),
-        (5, r"commit\(5\) was asked, and 4 positions"),
-        ([1, 2], r"names 2 rows, and cache 0 has 3"),
-        ([1], r"names 1 rows, and cache 0 has 3"),
-        ([], r"names 0 rows, and cache 0 has 3"),
+        ([3, -1, 0], r"keep -1 positions of row 1, but 4 were"),
+        ([3, 0, 5], r"5 positions of row 2, but 4 were written. Pass a number from 0"),
+        ([9, 0, 5], r"commit\(\[9, 0, 5\]\) would keep 9 positions of row 0"),
+        ([5, 5, 5], r"commit\(5\) would keep 5 positions, but 4 were"),
+        (5, r"commit\(5\) would keep 5 positions, but 4 were"),
+        ([1, 2], r"numbers for 2 rows, but cache 0 can keep 3"),
+        ([1], r"numbers for 1 rows, but cache 0 can keep 3"),
+        ([], r"numbers for 0 rows, but cache 0 can keep 3"),
         (mx.array([1, 2, 3]), r"with a array.*tolist"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_list_for_a_cache_of_one_sequence_has_one_number() -> None:
         with Speculation(caches) as speculation:
             write(speculation.caches[0], [0], 3)
             write(speculation.caches[1][0], [0], 3)
-            with pytest.raises(InvalidRequestError, match=r"names 2 rows.* has 1 that"):
+            with pytest.raises(InvalidRequestError, match=r"for 2 rows.* can keep 1"):
                 speculation.commit([1, 2])
             speculation.commit(keep)
         assert (caches[0].offset, caches[1][0].offset) == (2, 2)

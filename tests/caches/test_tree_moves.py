@@ -145,7 +145,7 @@ def test_what_is_no_path_of_the_round_is_refused_and_nothing_moved() -> None:
 
 @pytest.mark.parametrize("cache", [ArraysCache(2), RotatingKVCache(6, keep=2)])
 def test_caches_that_hold_no_trees_are_refused(cache: Any) -> None:
-    with pytest.raises(UnsupportedCacheError, match="cannot hold a tree"):
+    with pytest.raises(UnsupportedCacheError, match="cannot hold a draft tree"):
         check_trees([KVCache(), cache])
 
 

@@ -177,7 +177,7 @@ def test_mlx_lm_loads_the_file_and_continues_as_the_saved_caches(
 
 def test_a_user_may_not_take_the_keys_of_the_extension(tmp_path: Path) -> None:
     for key in ("mlx_speculation", "mlx_speculation.digest"):
-        with pytest.raises(InvalidRequestError, match="are taken"):
+        with pytest.raises(InvalidRequestError, match="are reserved"):
             save_caches(path_in(tmp_path), [kv(1)], [1], metadata={key: "a"})
     metadata = {"mlx_speculations": "a", "b.c": "", "": "d"}
     save_caches(path_in(tmp_path), [kv(1)], [1], metadata=metadata)
@@ -230,20 +230,20 @@ def _wrongly_trimmed_ring() -> Any:
 @pytest.mark.parametrize(
     ("make", "tokens", "error", "says"),
     [
-        (lambda: [], 0, InvalidRequestError, "no leaf"),
+        (lambda: [], 0, InvalidRequestError, "0 items, but no cache"),
         (lambda: [object()], 0, UnsupportedCacheError, "layer 0 is a object"),
         (lambda: [_of_a_subclass()], 0, UnsupportedCacheError, "is a MyCache"),
-        (lambda: [kv(5)], 4, InvalidRequestError, "holds 5 tokens in row 0 and 4"),
+        (lambda: [kv(5)], 4, InvalidRequestError, "holds 5 tokens in row 0, but .* 4"),
         (
             lambda: [kv(5), kv(4)],
             5,
             InvalidRequestError,
-            "holds 4 tokens in row 0 and 5",
+            "holds 4 tokens in row 0, but that row has 5",
         ),
-        (lambda: [CacheList()], 0, InvalidRequestError, "no leaf"),
+        (lambda: [CacheList()], 0, InvalidRequestError, "1 items, but no cache"),
         (lambda: [_trimmed_concatenation()], 3, InvalidRequestError, "do not fit"),
-        (lambda: [_in_prefill()], 3, InvalidRequestError, "prepare and finalize"),
-        (lambda: [_in_ring_prefill()], 3, InvalidRequestError, "prepare and finalize"),
+        (lambda: [_in_prefill()], 3, InvalidRequestError, r"call of finalize\(\)"),
+        (lambda: [_in_ring_prefill()], 3, InvalidRequestError, r"call of finalize\(\)"),
         (lambda: [_wrongly_trimmed_ring()], 4, InvalidRequestError, "do not fit"),
     ],
 )
@@ -264,13 +264,13 @@ def test_what_cannot_be_saved_is_refused_and_the_old_file_stays(
 
 @pytest.mark.parametrize("tokens", [[-1], [2**31], [1.5], [True], ["a"], [None]])
 def test_what_is_no_token_is_refused(tokens: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="is no token id"):
+    with pytest.raises(InvalidRequestError, match="is not a token id"):
         save_caches(path_in(tmp_path), [kv(1)], tokens)
 
 
 @pytest.mark.parametrize("seen", [6, -1, [5, 5]])
 def test_a_drafter_ahead_of_the_tokens_is_refused(seen: Any, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="the drafter holds"):
+    with pytest.raises(InvalidRequestError, match=r"draft_seen is .* one number per"):
         save_caches(
             path_in(tmp_path), [kv(5)], range(5), draft_caches=[kv(5)], draft_seen=seen
         )

@@ -71,7 +71,7 @@ def test_a_concatenated_cache_that_was_trimmed_is_refused() -> None:
     write(cache, 0, 5)
     cache.trim(2)
     keys = cache.keys
-    with pytest.raises(UnsupportedCacheError, match="holds 5 rows and its offset is 3"):
+    with pytest.raises(UnsupportedCacheError, match="5 rows, but its offset is 3"):
         Speculation([kv, cache])
     assert cache.keys is keys
     assert kv.empty()

@@ -250,7 +250,7 @@ def test_a_full_disk_is_said_once(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [record.message[:43] for record in caplog.records] == [
-        "the prefix cache goes on in memory alone: n"
+        "the prefix cache continues in memory only: "
     ]
     assert [each.name for each in folder.iterdir()] == ["key"]
     assert play(prefixes, [*PLAYED[0], 0], (ROWS,)) == [len(PLAYED[0])]

@@ -82,10 +82,10 @@ def test_what_is_read_are_the_last_rows_before_a_position(
 @pytest.mark.parametrize("kind", MAKE)
 def test_rows_that_are_not_held_are_refused(kind: str) -> None:
     cache = MAKE[kind]()
-    with pytest.raises(InvalidRequestError, match="were to be read"):
+    with pytest.raises(InvalidRequestError, match="were requested, but it holds only"):
         read_rows(cache, 0, None)
     cache.update_and_fetch(*tagged(0, 3))
-    with pytest.raises(InvalidRequestError, match=r"\[1, 4\).*holds \[0, 3\)"):
+    with pytest.raises(InvalidRequestError, match=r"\[1, 4\).*holds only \[0, 3\)"):
         read_rows(cache, 4, 3)
 
 
@@ -93,8 +93,8 @@ def test_rows_that_are_not_held_are_refused(kind: str) -> None:
     ("cache", "said"),
     [
         (RotatingKVCache(max_size=8, keep=2), "RotatingKVCache with keep=2"),
-        (ChunkedKVCache(8), "ChunkedKVCache of another kind"),
-        (ArraysCache(2), "ArraysCache of another kind"),
+        (ChunkedKVCache(8), "its cache, a ChunkedKVCache. Use"),
+        (ArraysCache(2), "its cache, a ArraysCache. Use"),
     ],
 )
 def test_other_kinds_are_refused(cache: Any, said: str) -> None:

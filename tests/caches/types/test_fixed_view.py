@@ -159,7 +159,7 @@ def test_padding_sees_what_the_last_row_of_the_view_sees() -> None:
 
 @pytest.mark.parametrize(("rows", "step"), [(1, 8), (65, 80), (4, 3), (8, 0), (2.0, 4)])
 def test_a_shape_is_checked(rows: Any, step: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="is needed"):
+    with pytest.raises(InvalidRequestError, match="has to be a whole number"):
         FixedShape(rows, step)
 
 

@@ -70,7 +70,7 @@ def test_what_is_no_plain_ring_is_not_converted() -> None:
 
 @pytest.mark.parametrize(("size", "slack"), [(0, None), (4, 0), (-1, 3)])
 def test_sizes_are_checked(size: int, slack: int | None) -> None:
-    with pytest.raises(InvalidRequestError, match="from 1"):
+    with pytest.raises(InvalidRequestError, match="at least 1 row"):
         SlidingKVCache(size, slack)
 
 

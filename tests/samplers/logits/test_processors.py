@@ -256,13 +256,13 @@ def test_a_processor_that_returns_no_logits_is_named(processor: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"logit_bias": {3: 1.0, 10: 2.0}}, "logit_bias names the id 10"),
-        ({"xtc_special_tokens": [11]}, "xtc_special_tokens names the id 11"),
+        ({"logit_bias": {3: 1.0, 10: 2.0}}, "logit_bias has the id 10"),
+        ({"xtc_special_tokens": [11]}, "xtc_special_tokens has the id 11"),
     ],
 )
 def test_ids_that_the_target_lacks_are_refused(
     options: dict[str, Any], name: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{name}, and .* up to 9"):
+    with pytest.raises(InvalidRequestError, match=f"{name}, but .* up to 9"):
         Chooser(Sampling(seed=0, **options), 50, limit=10)
     Chooser(Sampling(seed=0, **options), 12)
