@@ -123,12 +123,12 @@ def load(
 def _check_combination(reads_images: bool, adapted: bool, spreads: bool) -> None:
     if reads_images and (adapted or spreads):
         raise InvalidRequestError(
-            "vision was asked for with an adapter or a group of several ranks, and a "
+            "vision was requested with an adapter or a group of several ranks, but a "
             "vision model takes neither. Fuse the adapter, and leave group out."
         )
     if adapted and spreads:
         raise InvalidRequestError(
-            "adapter_path and a group of several ranks were passed, and mlx-lm cannot "
+            "adapter_path and a group of several ranks were passed, but mlx-lm cannot "
             "spread an adapter's layers. Fuse it first with mlx_lm.fuse."
         )
 
@@ -189,13 +189,13 @@ def _check_config(folder: Path, trust_remote_code: bool) -> None:
     if file is not None and not trust_remote_code:
         raise ModelFolderError(
             f"{where!r} has model_file {file!r}: the model is built by code in its "
-            "folder, and that is not run unasked. If you trust it, pass "
+            "folder, which is not run without permission. If you trust it, pass "
             "trust_remote_code=True (--trust-remote-code)."
         )
     if file is None and not isinstance(config.get("model_type"), str):
         raise ModelFolderError(
-            f"{where!r} has model_type {config.get('model_type')!r}, and the name of "
-            "an architecture is needed, such as 'llama'. Take a whole checkpoint."
+            f"{where!r} has model_type {config.get('model_type')!r}; it has to be the "
+            "name of an architecture, such as 'llama'. Take a whole checkpoint."
         )
 
 
@@ -204,8 +204,8 @@ def _check_ends(ends: Collection[Any], path_or_repo: str | Path) -> None:
     wrong = [end for end in ends if end is not None and type(end) is not int]
     if wrong:
         raise ModelFolderError(
-            f"The configuration of {str(path_or_repo)!r} says eos_token_id "
-            f"{wrong[0]!r}, and whole numbers are needed. Fix config.json or "
+            f"The configuration of {str(path_or_repo)!r} has eos_token_id "
+            f"{wrong[0]!r}, which is not a whole number. Fix config.json or "
             "generation_config.json."
         )
 

@@ -27,7 +27,7 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except OSError as error:
         raise ModelFolderError(
-            f"{_cut(str(path))!r} cannot be looked at: {error.strerror}. Pass the path "
+            f"{_cut(str(path))!r} cannot be accessed: {error.strerror}. Pass the path "
             "of a folder that you may read."
         ) from error
 
@@ -54,11 +54,11 @@ def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
         )
     if path.suffix == ".gguf":
         raise ModelFolderError(
-            f"{str(path)!r} is a GGUF file, and mlx-lm reads folders. {NO_GGUF}"
+            f"{str(path)!r} is a GGUF file, but mlx-lm reads folders. {NO_GGUF}"
         )
     if not path.is_dir():
         raise ModelFolderError(
-            f"{str(path)!r} is a file, and a model is a folder with config.json, "
+            f"{str(path)!r} is a file, but a model is a folder with config.json, "
             "model*.safetensors and a tokenizer. Pass the folder."
         )
     missing = [name for name in NEEDED if not (path / name).is_file()]

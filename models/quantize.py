@@ -67,7 +67,7 @@ def quantize_weights(module: nn.Module, bits: int) -> int:
     nn.quantize(module, class_predicate=how)
     if not count:
         raise InvalidRequestError(
-            f"quantize_draft is {bits}, and the draft has 0 layers that can be "
+            f"quantize_draft is {bits}, but the draft has 0 layers that can be "
             f"quantized: they are quantized already, or no group of {GROUP_SIZES} "
             "numbers divides their rows. Leave it out."
         )

@@ -70,7 +70,7 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ModelFolderError(
-                f"{str(index)!r} names {name!r}, which is not in the folder. Download "
+                f"{str(index)!r} names {name!r}, which is outside its folder. Download "
                 "the index again."
             )
     gone = [name for name in names if not (folder / name).is_file()]
@@ -200,8 +200,8 @@ def check_apart(files: Sequence[Path]) -> None:
             if tensor in holder:
                 raise ModelFolderError(
                     f"{holder[tensor].name!r} and {file.name!r} in "
-                    f"{str(file.parent)!r} both hold {tensor!r}, and one file may "
-                    "hold it, not two. Remove the file that is not the model's."
+                    f"{str(file.parent)!r} both hold {tensor!r}, but only one file may "
+                    "hold it. Remove the file that is not the model's."
                 )
             holder[tensor] = file
 

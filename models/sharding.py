@@ -61,8 +61,8 @@ def gathered(said: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     line = json.dumps(said).encode()
     if len(line) > SAID_BYTES:
         raise InvalidRequestError(
-            f"Rank {group.rank()} says {len(line)} bytes of itself, and there is room "
-            f"for {SAID_BYTES}. Shorten the name of the machine."
+            f"The message of rank {group.rank()} about itself has {len(line)} bytes; "
+            f"at most {SAID_BYTES} fit. Shorten the name of the machine."
         )
     padded = mx.array(list(line.ljust(SAID_BYTES)), mx.uint8)
     everything: Any = mx.distributed.all_gather(padded[None], group=group).tolist()

@@ -77,15 +77,15 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no window": (
         lambda: SlidingKVCache(0),
-        "max_size is 0 and slack is 1024. Both are counts of rows, from 1.",
+        "max_size is 0 and slack is 1024. Both have to be at least 1 row.",
     ),
     "no ring": (
         lambda: SlidingKVCache.from_native(KVCache()),  # type: ignore[arg-type]
-        "A KVCache with keep=None was given, and a RotatingKVCache with keep=0 is nee",
+        "A KVCache with keep=None cannot be converted, only a RotatingKVCache with ke",
     ),
     "cut ring": (
         cut_ring,
-        "The ring holds 3 rows at offset 8, and 8 belong there: it was cut. Feed its ",
+        "The ring holds 3 rows at offset 8, but 8 belong there: it was cut. Feed its ",
     ),
     "anchor": (
         lambda: AssistantDraft(
@@ -113,7 +113,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "convention field": (
         lambda: convention_of({"norm": "stored"}, "the file"),
-        "The convention in the file has a field 'norm', and hidden, recycled, order",
+        "The convention in the file has the unknown field 'norm'; known are hidden, ",
     ),
     "convention in a file": (
         lambda: convention_of({"order": "none"}, "the file"),

@@ -99,8 +99,8 @@ def convention_of(
     unknown = sorted(map(str, fields.keys() - set(FIELDS)))
     if unknown:
         raise ModelFolderError(
-            f"The convention in {where} has a field {unknown[0]!r}, and "
-            f"{', '.join(FIELDS)} are known. Take it out."
+            f"The convention in {where} has the unknown field {unknown[0]!r}; known "
+            f"are {', '.join(FIELDS)}. Take it out."
         )
     values = {**asdict(usual or MtpConvention()), **fields}
     if isinstance(values["norms"], list):

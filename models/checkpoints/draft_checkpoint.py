@@ -60,7 +60,8 @@ def layer_args(
     said = config.get(key, known[0])
     if said not in known:
         raise ModelFolderError(
-            f"config.json of the {name} says {key} {said!r}, and {known[0]!r} is known."
+            f"{key} {said!r} in config.json of the {name} is not supported; supported "
+            f"is {known[0]!r}."
         )
     positions: int | None = config.get("max_position_embeddings")
     eps: Any = config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
@@ -115,8 +116,8 @@ def number(
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ModelFolderError(
-            f"config.json of the {name} says {key} {value!r}, and a whole number of at "
-            f"least {least} is needed. Take a whole checkpoint."
+            f"config.json of the {name} has {key} {value!r}, which has to be a whole "
+            f"number of at least {least}. Take a whole checkpoint."
         )
     return value
 
@@ -139,8 +140,8 @@ def layer_windows(
     known = isinstance(kinds, list) and all(each in (FULL, SLIDING) for each in kinds)
     if not known or len(kinds) != count:
         raise ModelFolderError(
-            f"config.json of the {name} says layer_types {kinds!r}, and a list of "
-            f"{count} entries is needed, each {FULL} or {SLIDING}."
+            f"config.json of the {name} has layer_types {kinds!r}, which has to be a "
+            f"list of {count} entries, each {FULL} or {SLIDING}."
         )
     if SLIDING not in kinds:
         return (None,) * count
@@ -166,8 +167,8 @@ def whole_numbers(value: Any, key: str, name: str) -> list[int]:
     """
     if not isinstance(value, list) or not value or {type(n) for n in value} != {int}:
         raise ModelFolderError(
-            f"config.json of the {name} says {key} {value!r}, and a list of whole "
-            "numbers is needed."
+            f"config.json of the {name} has {key} {value!r}, which has to be a list of "
+            "whole numbers."
         )
     return value
 
@@ -253,15 +254,15 @@ def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | Non
         raise ModelFolderError(
             f"d2t of the {drafter} maps {ids.size} columns to "
             f"{np.unique(ids).size} ids from {ids.min(initial=0)} to "
-            f"{ids.max(initial=0)}, and each has to have an id of its own below "
+            f"{ids.max(initial=0)}, but each column needs an id of its own below "
             f"{vocab}. Choose the head of this target."
         )
     if known is not None:
         named = np.flatnonzero(np.array(known))
         if not np.array_equal(named, np.sort(ids)):
             raise ModelFolderError(
-                f"t2d of the {drafter} names {named.size} ids and d2t {ids.size}, and "
-                "they should be the same. Take a whole checkpoint."
+                f"t2d of the {drafter} has {named.size} ids and d2t {ids.size}, but "
+                "both have to have the same ids. Take a whole checkpoint."
             )
     return mx.array(ids.astype(np.uint32))
 
@@ -329,7 +330,7 @@ def quantize_like(module: nn.Module, weights: Weights) -> None:
         nn.quantize(module, class_predicate=packed)
     except ValueError as error:
         raise ModelFolderError(
-            f"The draft is packed in a way that mlx does not know: {error}"
+            f"The draft is quantized in a way that mlx does not support: {error}"
         ) from error
 
 
@@ -355,7 +356,7 @@ def check_shapes(
     if wrong := {one for one in both if wanted[one] != weights[one].shape}:
         one = min(wrong)
         problems.append(
-            f"has another shape than config.json says for {some(wrong)}: "
+            f"does not have the shape of config.json for {some(wrong)}: "
             f"{weights[one].shape} instead of {wanted[one]} for the first"
         )
     if problems:

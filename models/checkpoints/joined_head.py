@@ -122,16 +122,17 @@ def take_own_ends(
     lacks = [kind for kind, rows in kinds.items() if rows is None]
     if lacks and dim != target_dim:
         raise ModelFolderError(
-            f"config.json of the {name} says hidden_size {dim}, and without an "
-            f"{lacks[0]} of its own it has to be the target's, {target_dim}. Choose "
-            f"the {name} of this target."
+            f"The {name} has no {lacks[0]} of its own, so its hidden_size has to be "
+            f"the target's {target_dim}; its config.json has {dim}. Choose the {name} "
+            "of this target."
         )
     columns = result.output or vocab
     if columns != (vocab if ids is None else ids.size):
         table = "no d2t" if ids is None else f"a d2t of {ids.size}"
         raise ModelFolderError(
-            f"The {name} has {columns} columns of logits and {table}, and the target "
-            f"{vocab} ids. Take a whole checkpoint of this target's {name}."
+            f"The {name} has {columns} columns of logits and {table}, which does not "
+            f"fit the target's {vocab} ids. Take a whole checkpoint of this target's "
+            f"{name}."
         )
     return result
 
@@ -164,10 +165,10 @@ def features_of(
         widths = {groups[bits]} if known else set(groups.values())
     counts = sorted(width // target_dim for width in widths if not width % target_dim)
     if not counts:
-        many = " or ".join(map(str, sorted(widths))) or "an unknown number of"
+        many = " or ".join(map(str, sorted(widths))) or "unknown"
         raise ModelFolderError(
-            f"fc of the {name} takes {many} numbers, and layers of this target have "
-            f"{target_dim} each. Choose the {name} of this target."
+            f"fc of the {name} has input size {many}, which is not a multiple of the "
+            f"target's hidden size {target_dim}. Choose the {name} of this target."
         )
     return tuple(counts)
 
@@ -189,14 +190,15 @@ def check_layers(
     """
     if min(layers) < lowest or max(layers) >= trunk:
         raise ModelFolderError(
-            f"The {name} reads layers {list(layers)} of its target, and this one has "
-            f"{trunk}, from 0. Choose the {name} of this target{advice}."
+            f"The {name} reads layers {list(layers)} of the target, but this target "
+            f"has only {trunk} layers, numbered from 0. Choose the {name} of this "
+            f"target{advice}."
         )
     if features and len(layers) not in features:
         count = " or ".join(map(str, features))
         raise ModelFolderError(
-            f"The {name} reads {count} layers of its target, and config.json names "
-            f"{len(layers)}: {list(layers)}. Choose the {name} of this target."
+            f"fc of the {name} takes {count} layers of the target, but config.json "
+            f"names {len(layers)}: {list(layers)}. Choose the {name} of this target."
         )
     return tuple(layers)
 

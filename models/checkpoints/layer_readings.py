@@ -28,7 +28,7 @@ _KEYS: Mapping[str, LayerIds] = {
     "eagle_aux_hidden_state_layer_ids": "tuple",
     "aux_hidden_state_layer_ids": "tuple",
 }
-_COUNTS = {"layers": "layers from 0", "tuple": "the embedding too"}
+_COUNTS = {"layers": "layers from 0", "tuple": "the embedding as 0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +76,21 @@ class LayerReadings:
             taken: the chosen layers.
             score: the score of the draft on them; None: there was no probe.
         """
-        probed = "not probed" if score is None else f"it {score}"
+        probed = "not probed" if score is None else f"the draft {score}"
         if self.guessed:
             usual = "the usual ones" if taken == self.usual else "found by a probe"
             return (
-                f"config.json of the {self.name} lists no layers of its target. It "
-                f"reads {list(taken)}, {usual} ({probed}). Add target_layer_ids if it "
-                "was trained on others."
+                f"config.json of the {self.name} lists no layers of its target. Layers "
+                f"{list(taken)} are read, {usual} ({probed}). Add target_layer_ids if "
+                f"the {self.name} was trained on others."
             )
         stated = self.stated
         if stated is None or set(taken) == set(stated.layers()):
             return ""
         return (
-            f"config.json of the {self.name} has {stated.place} {list(stated.ids)}. It "
-            f"reads layers {list(taken)} ({probed}): the list does not count "
-            f"{_COUNTS[stated.counts]}, as is usual there."
+            f"config.json of the {self.name} has {stated.place} {list(stated.ids)}, "
+            f"but layers {list(taken)} are read ({probed}): the list does not count "
+            f"{_COUNTS[stated.counts]}, although lists under that key usually do."
         )
 
 
@@ -126,7 +126,7 @@ def _contradiction(one: LayerList, other: LayerList, name: str) -> ModelFolderEr
         for each in (one, other)
     )
     return ModelFolderError(
-        f"config.json of the {name} says {said}: they do not name the same layers. "
+        f"config.json of the {name} has {said}: these are not the same layers. "
         "Take out the list that is wrong."
     )
 
@@ -201,9 +201,9 @@ def _guessed(
     if not 1 < count <= trunk:
         many = " or ".join(map(str, features))
         raise ModelFolderError(
-            f"config.json of the {name} names no target_layer_ids, and its projection "
-            f"takes {many} of the target's {trunk} layers, for which there are no "
-            "usual ones. Name them."
+            f"config.json of the {name} has no target_layer_ids, and there is no usual "
+            f"choice for a projection that takes {many} of the target's {trunk} "
+            "layers. Add target_layer_ids."
         )
     lists = [tuple(each) for each in usual(trunk, count)]
     lists.append(_spread(0, trunk - 1, count))

@@ -168,8 +168,8 @@ def ranked(
     if not scores[best].above_chance:
         said = "; ".join(f"{shown(each)} {score}" for each, score in scores.items())
         raise ConventionError(
-            "The draft was tried with each possible convention. It guesses what its "
-            "target writes no better than by chance, whatever it is taken for: "
+            "The draft was tried with each possible convention, and with each it "
+            "predicts the target's text no better than by chance: "
             f"{said}. Choose the draft that belongs to this model, or {advice}."
         )
     return scores

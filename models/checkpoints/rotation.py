@@ -93,8 +93,8 @@ def read_rotation(
     if by_kind and kind not in by_kind and "rope_theta" not in flat:
         raise ModelFolderError(
             f"config.json of the {name} has rope_parameters for "
-            f"{', '.join(sorted(by_kind))}, and it has layers of {kind}. Add an entry "
-            "for them."
+            f"{', '.join(sorted(by_kind))}, but no entry for its layers of {kind}. "
+            "Add that entry."
         )
     if FULL in by_kind:
         for key, (value, place) in flat.items():
@@ -109,8 +109,8 @@ def read_rotation(
     options = values.keys() & (_SCALES | {"short_factor", "long_factor"})
     if scaled is None and options:
         raise ModelFolderError(
-            f"config.json of the {name} has {', '.join(sorted(options))} of a rotation "
-            "and no rope_type. Name the type."
+            f"config.json of the {name} has the rotation options "
+            f"{', '.join(sorted(options))}, but no rope_type. Add it."
         )
     return Rotation(float(theta), scaled or base.rope_type, share, values)
 
@@ -180,7 +180,7 @@ def _add(into: _Stated, key: str, value: Any, place: str, name: str) -> None:
     before, other = into.setdefault(key, (value, place))
     if before != value:
         raise ModelFolderError(
-            f"config.json of the {name} says {key} {before!r} in {other} and "
+            f"config.json of the {name} has {key} {before!r} in {other} and "
             f"{value!r} in {place}, which contradict each other. Take out the one that "
             "is wrong."
         )
@@ -188,6 +188,6 @@ def _add(into: _Stated, key: str, value: Any, place: str, name: str) -> None:
 
 def _refused(name: str, place: str, value: Any, wanted: str) -> ModelFolderError:
     return ModelFolderError(
-        f"config.json of the {name} says {place} {value!r}, and {wanted} is needed. "
+        f"config.json of the {name} has {place} {value!r}, which has to be {wanted}. "
         "Take a whole checkpoint, or correct it."
     )

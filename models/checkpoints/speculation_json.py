@@ -26,7 +26,7 @@ NAME = "speculation.json"
 FIELDS = ("draft", "kind", "convention", "draft_length")
 NAMED = ("mtp", "lookup")
 LARGEST = 1 << 16  # bytes
-_ADVICE = "Correct it, or pass draft= something else than 'auto'."
+_ADVICE = "Correct it, or pass another draft= than 'auto'."
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
     fields = read_json(file, most=LARGEST, unique_keys=True, advice=_ADVICE)
     unknown = sorted(fields.keys() - set(FIELDS))
     if unknown:
-        raise _wrong(file, f"a field {unknown[0]!r}", f"{', '.join(FIELDS)} are known")
+        raise _wrong(
+            file, f"the field {unknown[0]!r}", f"only {', '.join(FIELDS)} are known"
+        )
     draft = fields.get("draft")
     if not isinstance(draft, str) or not draft:
         raise _wrong(
@@ -74,7 +76,9 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
     if convention is not None:
         convention_of(convention, str(file))
         if draft == "lookup":
-            raise _wrong(file, 'a convention and draft = "lookup"', "one of them is")
+            raise _wrong(
+                file, 'a convention and draft = "lookup"', "only one of them is"
+            )
     return PairFile(
         file,
         draft,
@@ -87,7 +91,7 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
 
 def _folder(file: Path, draft: str) -> Path:
     """Return the folder at a path, or refuse the path."""
-    target, near = file.parent.resolve(), "a folder in the target's or beside it is"
+    target, near = file.parent.resolve(), "a folder in the target's or beside that is"
     if PurePosixPath(draft).is_absolute():
         raise _wrong(
             file,
@@ -99,7 +103,9 @@ def _folder(file: Path, draft: str) -> Path:
         result = (target / draft).resolve()
         is_folder = result.is_dir()
     except (OSError, ValueError) as error:  # the name is too long or invalid
-        raise _wrong(file, f"draft = {draft[:60]!r}, which is no name", near) from error
+        raise _wrong(
+            file, f"draft = {draft[:60]!r}, which is not a valid path", near
+        ) from error
     if not result.is_relative_to(target.parent):
         raise _wrong(file, f"draft = {draft!r}, which leads to {str(result)!r}", near)
     if not is_folder or result in (target, target.parent):

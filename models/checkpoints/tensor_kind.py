@@ -72,7 +72,7 @@ def check_kind(names: Iterable[str], kind: str) -> None:
     result = kind_by_tensors(names, kind)
     if result != kind:
         raise ModelFolderError(
-            f"The folder was to be loaded as a {NAMES[kind]}, and its tensors are "
-            f"those of a {NAMES[result]}. Pass the folder as draft=, which tells them "
-            "apart."
+            f"The folder was to be loaded as a {NAMES[kind]}, but its tensors are "
+            f"those of a {NAMES[result]}. Pass the folder as draft=, which recognizes "
+            "its kind."
         )

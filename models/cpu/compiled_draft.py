@@ -155,7 +155,7 @@ def compiled_steps(model: nn.Module) -> CompiledSteps:
     """
     kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
     if mx.default_device().type != mx.DeviceType.cpu:
-        _refuse(model, f"this is {mx.default_device()}, where a gain was not measured")
+        _refuse(model, f"no gain was measured on the device {mx.default_device()}")
     if shutil.which("g++") is None:
         _refuse(model, "mlx compiles for a CPU with g++, which is not installed")
     if kinds != {KVCache.__name__}:
@@ -170,12 +170,12 @@ def compiled_steps(model: nn.Module) -> CompiledSteps:
     except Exception as error:
         _refuse(model, f"{type(error).__name__}: {error}", error)
     if not same.item():
-        _refuse(model, "compiled, it gives other logits than before")
+        _refuse(model, "the compiled steps give other logits")
     return steps
 
 
 def _refuse(model: nn.Module, reason: str, error: Exception | None = None) -> NoReturn:
     raise UnsupportedModelError(
-        f"compile_draft is True, and steps of the draft {type(model).__module__} "
+        f"compile_draft is True, but steps of the draft {type(model).__module__} "
         f"cannot be compiled: {reason}. Leave compile_draft out."
     ) from error

@@ -25,7 +25,7 @@ def kernels_compile() -> bool:
         )
     except RuntimeError as error:
         notice(
-            "Rounds do without the kernels for few rows, since mlx could not compile "
+            "The CUDA kernels for few rows are not used, since mlx could not compile "
             f"one: {str(error).strip().splitlines()[0]}. The text is the same. "
             "Install the header files of the CUDA toolkit for more speed."
         )

@@ -87,8 +87,8 @@ def read_settings(config: Config) -> DFlashSettings:
     kind = fields.get("projector_type")
     if kind not in (None, "dflash") or fields.get("markov_rank"):
         raise ModelFolderError(
-            f"config.json of the {NAME} says projector_type {kind!r} and markov_rank "
-            f"{fields.get('markov_rank')!r}, and its tensors are those of a {NAME}. "
+            f"config.json of the {NAME} has projector_type {kind!r} and markov_rank "
+            f"{fields.get('markov_rank')!r}, but its tensors are those of a {NAME}. "
             "Take a whole checkpoint, or choose another drafter."
         )
     gemma = (
@@ -153,8 +153,8 @@ def _block_size(fields: Config, anchor: Anchor, name: str) -> int:
         block -= 1  # the stated size also counts the token after the block
     if block < (1 if anchor == "samples" else 2):
         raise ModelFolderError(
-            f"config.json of the {name} says block_size {block}, and at least 2 are "
-            "needed: the known token and one draft."
+            f"config.json of the {name} has block_size {fields['block_size']}, which "
+            "has to be at least 2: the known token and one draft."
         )
     return block
 
@@ -208,8 +208,8 @@ def layer_readings(
     stated = own_keys(config).get("num_target_layers")
     if stated not in (None, trunk):
         raise ModelFolderError(
-            f"config.json of the {name} says num_target_layers {stated}, and this "
-            f"target has {trunk}. Choose the drafter of this target."
+            f"config.json of the {name} has num_target_layers {stated}, but this "
+            f"target has {trunk} layers. Choose the drafter of this target."
         )
     return read_layers(
         config,
@@ -266,7 +266,7 @@ def _windows(
     windows = layer_windows(kinds, layers, keys, key, name)
     if swa is not None and bool(swa) == (SLIDING not in kinds):
         raise ModelFolderError(
-            f"config.json of the {name} says use_swa {swa!r} and layer_types {kinds}, "
+            f"config.json of the {name} has use_swa {swa!r} and layer_types {kinds}, "
             "which contradict each other. Take out the one that is wrong."
         )
     return windows

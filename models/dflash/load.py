@@ -99,8 +99,8 @@ def read_blocks(folder: Path, name: str) -> Weights:
     extra = next(iter(folder.glob("mask_embedding*")), None)
     if extra is not None:
         raise ModelFolderError(
-            f"The folder of the {name} has {extra.name}: its mask is no token, which "
-            "is not known here. Choose another drafter."
+            f"The folder of the {name} has {extra.name}: a mask that is not a token "
+            "is not supported. Choose another drafter."
         )
     return renamed(read_tensors(folder, name), _OTHER_NAMES)
 
@@ -137,8 +137,8 @@ def build(
     rows = ends.embedding or vocab
     if settings.mask_token >= rows:
         raise ModelFolderError(
-            f"config.json of the {name} says mask_token_id {settings.mask_token}, and "
-            f"there are {rows} embeddings. Choose the drafter of this target."
+            f"config.json of the {name} has mask_token_id {settings.mask_token}, but "
+            f"there are only {rows} embeddings. Choose the drafter of this target."
         )
     if anchor is not None:
         settings = replace(settings, anchor=anchor)

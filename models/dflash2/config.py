@@ -45,14 +45,14 @@ def read_settings(config: Config) -> DFlash2Settings:
     blocks = block_settings(config, NAME, causal=not speculators)
     if blocks.anchor != "given":
         raise ModelFolderError(
-            f"config.json of the {NAME} says sample_from_anchor true, and the drafts "
-            "of this kind begin behind the anchor. Take a whole checkpoint."
+            f"config.json of the {NAME} has sample_from_anchor true, but drafts of "
+            "this kind begin after the anchor. Take a whole checkpoint."
         )
     group, dim = number(fields, "conv_group_size", NAME, 16), blocks.layers.hidden_size
     if dim % group:
         raise ModelFolderError(
-            f"config.json of the {NAME} says conv_group_size {group} and hidden_size "
-            f"{dim}, which it does not divide. Take a whole checkpoint."
+            f"conv_group_size {group} in config.json of the {NAME} does not divide "
+            f"hidden_size {dim}. Take a whole checkpoint."
         )
     softcap = fields.get("final_logit_softcapping")
     return DFlash2Settings(

@@ -43,7 +43,7 @@ def load_dflash2(
     rows = vocab if known is None else known.shape[0]
     if rows < vocab:
         raise ModelFolderError(
-            f"The selector of the {NAME} knows {rows} ids, and the target has {vocab}. "
+            f"The selector of the {NAME} has {rows} ids, but the target has {vocab}. "
             "Choose the drafter of this target."
         )
 
@@ -82,10 +82,10 @@ def _on_target(settings: DFlash2Settings, model: nn.Module) -> DFlash2Settings:
     changed = settings.softcap is not None or settings.logit_scale != 1
     if changed and not find_parts(model).bare:
         raise ModelFolderError(
-            f"config.json of the {NAME} says final_logit_softcapping "
+            f"config.json of the {NAME} has final_logit_softcapping "
             f"{settings.softcap} and output_multiplier {settings.logit_scale}, and "
-            "this target's output layer has a scale or cap of its own: whether those "
-            "stand for it, or both count, is not known. Take them out of config.json "
-            "if they are the target's."
+            "this target's output layer has a scale or cap of its own: it is not known "
+            "if both apply. Take these keys out of config.json if they repeat the "
+            "target's."
         )
     return settings

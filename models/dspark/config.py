@@ -66,9 +66,9 @@ def read_settings(config: Config) -> DSparkSettings:
     fields = own_keys(config)
     if "dspark_block_size" in config:
         raise ModelFolderError(
-            f"config.json says dspark_block_size {config['dspark_block_size']!r}: it "
-            f"is that of a DeepSeek V4 with a {NAME} inside, whose layers are not "
-            "known here. Choose another drafter."
+            f"config.json has dspark_block_size {config['dspark_block_size']!r}: the "
+            f"model is a DeepSeek V4 with a {NAME} inside, whose layers are not "
+            "supported. Choose another drafter."
         )
     gemma = gemma_args(config, NAME)
     blocks = block_settings(
@@ -78,8 +78,8 @@ def read_settings(config: Config) -> DSparkSettings:
     kind: Any = fields.get("markov_head_type") or "vanilla"
     if kind not in get_args(Markov):
         raise ModelFolderError(
-            f"config.json of the {NAME} says markov_head_type {kind!r}, and "
-            f"{', '.join(get_args(Markov))} are known. Choose another drafter."
+            f"markov_head_type {kind!r} in config.json of the {NAME} is not supported; "
+            f"supported are {', '.join(get_args(Markov))}. Choose another drafter."
         )
     return DSparkSettings(
         blocks=blocks,
@@ -96,9 +96,9 @@ def _log_snr(fields: Config) -> LogSnr | None:
     ends = fields.get("min_log_snr"), fields.get("max_log_snr")
     if not all(isinstance(end, int | float) for end in ends) or ends[0] == ends[1]:
         raise ModelFolderError(
-            f"The {NAME} says log_snr_conditioning with levels from {ends[0]!r} to "
-            f"{ends[1]!r}, and two different numbers are needed. Take a whole "
-            "checkpoint."
+            f"config.json of the {NAME} has min_log_snr {ends[0]!r} and max_log_snr "
+            f"{ends[1]!r}; log_snr_conditioning needs two different numbers. Take a "
+            "whole checkpoint."
         )
     least, most = (float(end) for end in ends)  # type: ignore[arg-type]
     return LogSnr(least, most)

@@ -95,8 +95,8 @@ def read_gguf(file: Path) -> tuple[Config, Weights]:
     kind = metadata.get("general.architecture")
     if kind != _KIND:
         raise ModelFolderError(
-            f"{str(file)!r} is of architecture {kind!r}, and {_KIND!r} is the one that "
-            "is read from a GGUF file. Convert it to safetensors."
+            f"{str(file)!r} has the architecture {kind!r}, but only {_KIND!r} is read "
+            "from a GGUF file. Convert it to safetensors."
         )
     config: Config = {"architectures": ["DSpark in GGUF"], "gguf_layers": True}
     for prefix, names in (("dspark.", _SIZES), ("dspark.dspark.", _OWN)):

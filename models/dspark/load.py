@@ -114,8 +114,8 @@ def _by_tensors(settings: DSparkSettings, weights: Weights) -> DSparkSettings:
     if table is None:
         if settings.rank:
             raise ModelFolderError(
-                f"config.json of the {NAME} says markov_rank {settings.rank}, and "
-                "there is no markov_head. Take a whole checkpoint."
+                f"config.json of the {NAME} has markov_rank {settings.rank}, but the "
+                "weights have no markov_head. Take a whole checkpoint."
             )
         return settings
     kind: Markov = "vanilla"

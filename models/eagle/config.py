@@ -115,7 +115,7 @@ def read_settings(config: Config) -> EagleSettings:
     gemma = gemma_args(config, NAME)
     if gemma is not None and count > 1:
         raise ModelFolderError(
-            f"config.json of the {NAME} says num_hidden_layers {count}, and only 1 is "
+            f"config.json of the {NAME} has num_hidden_layers {count}, but only 1 is "
             "supported for Gemma 4. Choose another drafter."
         )
     kinds = fields.get("layer_types") or [FULL] * count
@@ -221,7 +221,7 @@ def _flag(config: Config, key: str, default: bool) -> bool:
         return default
     if not isinstance(value, bool):
         raise ModelFolderError(
-            f"config.json of the {NAME} says {key} {value!r}, and true or false is "
-            "needed."
+            f"config.json of the {NAME} has {key} {value!r}, which has to be true or "
+            "false."
         )
     return value

@@ -125,14 +125,18 @@ def _checked_ends(
     ends = take_own_ends(weights, NAME, dim=dim, target_dim=parts.dim, vocab=vocab)
     columns = ends.output or vocab
     if settings.draft_vocab not in (None, columns):
-        _refuse("draft_vocab_size", settings.draft_vocab, f"it has {columns} columns")
+        _refuse(
+            "draft_vocab_size",
+            settings.draft_vocab,
+            f"there are {columns} columns of logits",
+        )
     kinds = {"fc_norm": "each", "input_norm": "joined"}
     present = {name.split(".")[0] for name in weights}
     norms = frozenset(kind for name, kind in kinds.items() if name in present)
     if settings.norm_before_fc and not norms:
         _refuse("norm_before_fc", True, "there is neither input_norm nor fc_norm")
     if not settings.projected and dim != parts.dim:
-        _refuse("hidden_size", dim, f"there is no fc from the target's {parts.dim}")
+        _refuse("hidden_size", dim, f"the target has {parts.dim}, and there is no fc")
     return ends, norms
 
 
@@ -156,14 +160,14 @@ def _check_mask(
     """Refuse a mask that does not fit, and make `mask_hidden` one vector."""
     mask, state = settings.mask, weights.get("mask_hidden")
     if mask is None:
-        _refuse("no mask_token_id or ptd_token_id", "", "masks need a token")
+        _refuse("no mask_token_id and no", "ptd_token_id", "masks need a token")
     if mask.token >= rows:
-        _refuse("mask_token_id", mask.token, f"there are {rows} embeddings")
+        _refuse("mask_token_id", mask.token, f"there are only {rows} embeddings")
     if state is None or state.size != width:
         raise ModelFolderError(
             f"mask_hidden of the {NAMES['peagle']} has "
-            f"{0 if state is None else state.size} numbers, and fc takes {width}. Take "
-            "a whole checkpoint."
+            f"{0 if state is None else state.size} numbers, but fc has input size "
+            f"{width}. Take a whole checkpoint."
         )
     weights["mask_hidden"] = state.reshape(width)
 
@@ -190,6 +194,6 @@ def _file_name(name: str) -> str:
 
 def _refuse(key: str, value: Any, instead: str) -> NoReturn:
     raise ModelFolderError(
-        f"config.json of the {NAME} says {key} {value}, and {instead}. Take a whole "
+        f"config.json of the {NAME} has {key} {value}, but {instead}. Take a whole "
         f"checkpoint of this target's {NAME}."
     )

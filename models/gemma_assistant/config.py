@@ -48,8 +48,9 @@ def read_assistant_settings(config: Config) -> AssistantSettings:
     """
     if not is_assistant(config):
         raise ModelFolderError(
-            f"config.json says model_type {config.get('model_type')!r}, and that of an "
-            f"assistant is {' or '.join(map(repr, MODEL_TYPES))}. Name its folder."
+            f"model_type in config.json is {config.get('model_type')!r}; that of an "
+            f"assistant is {' or '.join(map(repr, MODEL_TYPES))}. Name the assistant's "
+            "folder."
         )
     layers = _layers(config)
     centroids = None
@@ -61,8 +62,8 @@ def read_assistant_settings(config: Config) -> AssistantSettings:
         if layers.vocab_size % centroids.groups or centroids.chosen > centroids.groups:
             raise ModelFolderError(
                 f"The {NAME} has {layers.vocab_size} tokens in {centroids.groups} "
-                f"groups and looks in {centroids.chosen}. Take a whole checkpoint, "
-                "with groups of one size."
+                f"groups and reads {centroids.chosen} of them; groups have to be of "
+                "one size. Take a whole checkpoint."
             )
     width = number(config, "backbone_hidden_size", NAME)
     return AssistantSettings(width, layers, centroids)
@@ -78,8 +79,8 @@ def _layers(config: Config) -> gemma4_text.ModelArgs:
     for key in ("hidden_size_per_layer_input", "enable_moe_block", "attention_bias"):
         if text.get(key):
             raise ModelFolderError(
-                f"config.json of the {NAME} says {key} {text[key]!r}, and no assistant "
-                "that is known has it. Choose another drafter."
+                f"{key} {text[key]!r} in config.json of the {NAME} is not supported. "
+                "Choose another drafter."
             )
     # No layer has keys and values of its own, though some files say that it has.
     fields = {

@@ -127,7 +127,7 @@ def _last(caches: Iterable[Any], kind: str, model: nn.Module) -> int:
     places = [i for i, each in enumerate(caches) if type(each) is _KINDS[kind]]
     if not places:
         raise UnsupportedModelError(
-            f"The {NAME} reads keys and values of {kind} layers, and the caches of "
+            f"The {NAME} reads keys and values of {kind} layers, but the caches of "
             f"{type(model).__module__} are {sorted({type(c).__name__ for c in caches})}"
             ". Choose the assistant that belongs to this model."
         )
@@ -139,7 +139,7 @@ def _check_shapes(attention: Any, cache: Any, place: int) -> None:
     count, dim = attention.n_heads, attention.head_dim
     if dims != (dim, dim) or count % heads:
         raise UnsupportedModelError(
-            f"The {NAME} has {count} heads of {dim}, and the keys and values of layer "
-            f"{place} are {heads} heads of {dims[0]} and {dims[1]}. Choose the "
-            "assistant that belongs to this model."
+            f"The {NAME} has {count} heads of size {dim}, but layer {place} has "
+            f"{heads} heads with keys of size {dims[0]} and values of size {dims[1]}. "
+            "Choose the assistant that belongs to this model."
         )

@@ -78,8 +78,8 @@ def _end(traced: Trace, runs: list[ModuleCall]) -> _End:
     read = any(_to_logits(traced, call, norm.result) for call in traced.calls)
     if trunk is None and not (runs and read):
         raise _MissingError(
-            f"the last norm after the layers is a {type(norm.module).__name__}, and "
-            "neither a module around it nor the head takes what it returns."
+            f"neither the head nor a module around the norms takes what the last norm "
+            f"after the layers, a {type(norm.module).__name__}, returns."
         )
     return _End(norm, trunk, norm.result)
 
@@ -119,7 +119,8 @@ def _weightless(traced: Trace, runs: list[ModuleCall]) -> _End:
     if not traced.is_hidden(hidden) or hidden is traced.logits:
         raise _MissingError(
             "no call of a norm was found after the last of model.layers, and what "
-            f"the {type(owner.module).__name__} around them returns is no hidden state."
+            f"the {type(owner.module).__name__} around them returns is not a hidden "
+            "state."
         )
     return _End(None, owner, hidden)
 
@@ -131,11 +132,11 @@ def _layers(
     order = [next(i for i, m in enumerate(members) if m is r.module) for r in runs]
     if not members or order != list(range(len(members))):
         raise _MissingError(
-            f"model.layers has {len(members)} modules, and a forward calls those "
-            f"numbered {order}. Each has to be called once, in order."
+            f"model.layers has {len(members)} modules, but a forward calls them in the "
+            f"order {order}. Each has to be called once, in order."
         )
     if end is None:
-        raise _MissingError("the final norm was not found, nor what it is given.")
+        raise _MissingError("neither the final norm nor its input was found.")
     shape = end.hidden.shape
     for index, run in enumerate(runs):
         outputs = run.result if isinstance(run.result, tuple | list) else [run.result]
@@ -149,8 +150,8 @@ def _layers(
     for index, (run, reader) in enumerate(zip(runs, readers, strict=False)):
         if not reader.reads(first_array(run.result)):
             raise _MissingError(
-                f"what layer {index} returns is not what the {_name(reader)} after it "
-                "is given: the model keeps a part of the state elsewhere."
+                f"the {_name(reader)} after layer {index} is not given what that layer "
+                "returns: the model keeps a part of the state elsewhere."
             )
     return members
 
@@ -186,7 +187,7 @@ def _embedding(traced: Trace, runs: list[ModuleCall], end: _End | None) -> nn.Mo
     if len(result) != 1:
         raise _MissingError(
             f"{len(result)} modules make hidden states of the token ids alone, before "
-            "the first of model.layers, and one was looked for."
+            "the first of model.layers, but exactly one should."
         )
     return result[0].module
 

@@ -69,8 +69,8 @@ class HiddenStates:
         for index in layers:
             if not -1 <= index < len(parts.layers):
                 raise InvalidRequestError(
-                    f"Layer {index} was asked for, and the model has "
-                    f"{len(parts.layers)}, from 0."
+                    f"Layer {index} was requested, but the model has "
+                    f"{len(parts.layers)} layers, numbered from 0."
                 )
         ends = [(BEFORE, before_norm), (AFTER, after_norm)]
         self._keys: list[Key] = [int(index) for index in layers]
@@ -150,7 +150,7 @@ class HiddenStates:
         self._check_open()
         if hidden.ndim != 3 or hidden.shape[-1] != self.parts.dim:
             raise InvalidRequestError(
-                f"Hidden states of shape {hidden.shape} were passed, and the head "
+                f"Hidden states of shape {hidden.shape} were passed, but the head "
                 f"takes [batch, positions, {self.parts.dim}]."
             )
         # Not `or`: a module without parameters is an empty dict.

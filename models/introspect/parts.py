@@ -69,6 +69,6 @@ class Parts:
         for name in names:
             if name in self.missing:
                 raise UnsupportedModelError(
-                    f"{type(self.model).__module__} does not show its {name}: "
+                    f"{type(self.model).__module__} does not expose its {name}: "
                     f"{self.missing[name]} Use a drafter that does not need it."
                 )

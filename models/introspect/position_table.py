@@ -53,8 +53,8 @@ def check_positions(fed: int, seen: int, positions: int | None) -> None:
     """
     if positions is not None and seen + fed > positions:
         raise InvalidRequestError(
-            f"{fed} tokens were to be fed behind {seen}, and the model has a table of "
-            f"{positions} positions, which no forward may leave. Shorten the text."
+            f"{fed} tokens after {seen} earlier ones do not fit into the model's table "
+            f"of {positions} positions. Shorten the text."
         )
 
 

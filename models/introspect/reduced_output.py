@@ -48,7 +48,7 @@ class ReducedOutput(Observer):
 
     def __init__(self, parts: Parts, ids: Sequence[int]) -> None:
         if parts.output is None:
-            raise _refused(parts, "no module of it makes the logits.")
+            raise _refused(parts, "none of its modules makes the logits.")
         self.ids = mx.array(list(ids), mx.uint32)
         try:
             self.layer = sliced(parts.output, self.ids)
@@ -86,13 +86,13 @@ class ReducedOutput(Observer):
                 self._blank = True
                 mx.export_to_dot(graph, self._trial(parts))
         except ValueError as error:
-            raise _refused(parts, f"with fewer logits it fails: {error}.") from error
+            raise _refused(parts, f"with fewer, it fails: {error}.") from error
         finally:
             self._blank = False
         if any(name in graph.getvalue() for name in _INDEXED):
             raise _refused(parts, "it reads or writes logits by their ids.")
         if some.shape != (1, POSITIONS, len(self.ids)):
-            raise _refused(parts, f"its logits are then of shape {some.shape}.")
+            raise _refused(parts, f"they would have the shape {some.shape}.")
         expected = whole[..., self.ids]
         bound = _TOLERANCE * mx.maximum(mx.abs(expected).max(), 1e-6)
         if not (mx.abs(some - expected) <= bound).all():
@@ -129,8 +129,8 @@ class ReducedEnds:
 
 def _refused(parts: Parts, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(parts.model).__module__} cannot have fewer logits: {why} Leave the "
-        "reduced vocabulary out."
+        f"{type(parts.model).__module__} cannot compute logits of a part of its "
+        f"vocabulary: {why} Leave the reduced vocabulary out."
     )
 
 

@@ -75,6 +75,6 @@ def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
 def _changed(model: nn.Module, module: nn.Module) -> UnsupportedModelError:
     name, part = type(model).__module__, type(module).__name__
     return UnsupportedModelError(
-        f"A forward of {name} did not call the {part} that it called when its parts "
-        "were looked for. Make HiddenStates after the last change to its modules."
+        f"A forward of {name} did not call the {part} that it called before. Make "
+        "HiddenStates after the last change to the model's modules."
     )

@@ -88,13 +88,13 @@ class States:
     def _joined(self, key: Key) -> mx.array:
         if key not in self._keys:
             raise InvalidRequestError(
-                f"{key!r} was not asked for, only {list(self._keys)}. Name it when the "
-                "HiddenStates are made."
+                f"{key!r} is not collected, only {list(self._keys)}. Request it when "
+                "the HiddenStates are made."
             )
         parts = [each[key] for each in self._forwards]
         if not parts:
             raise InvalidRequestError(
-                "No forward of the model was seen. Call it inside the block: "
+                "No forward of the model was seen. Call the model inside the block: "
                 "with taps.collect() as states: model(ids, cache=caches)"
             )
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
@@ -132,9 +132,9 @@ class Notes(Observer):
         counts = {tap.key: len(self._seen[tap.key]) / tap.calls for tap in self._taps}
         if len(set(counts.values())) > 1 or any(n % 1 for n in counts.values()):
             raise UnsupportedModelError(
-                f"Forwards were seen {counts} times at the places that are looked at, "
-                "which should be the same number. Make the HiddenStates after the last "
-                "change to the model's modules, and let forwards end inside the block."
+                f"The observed modules have seen {counts} forwards, which should be "
+                "one whole number. Make the HiddenStates after the last change to the "
+                "model's modules, and let forwards end inside the block."
             )
         lasts = [self._seen[tap.key][tap.calls - 1 :: tap.calls] for tap in self._taps]
         keys = [tap.key for tap in self._taps]

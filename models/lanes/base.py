@@ -46,7 +46,7 @@ class RequestRound(Protocol):
         """
         if self._hidden is None:
             raise InvalidRequestError(
-                "This round collects no hidden states. Before it begins: "
+                "This round collects no hidden states. Before it begins, set "
                 "lane.taps = HiddenStates(lane.model, after_norm=True)"
             )
         return self._hidden

@@ -130,8 +130,8 @@ def _turned(
     rows = fed.rows
     if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != rows.depths.shape[0]:
         raise UnsupportedModelError(
-            f"A rotary embedding got {x.shape} in a forward over a tree of "
-            f"{rows.depths.shape[0]} rows, and [1, heads, rows, dim] is needed. Leave "
+            f"A rotary embedding got shape {x.shape} in a forward over a tree of "
+            f"{rows.depths.shape[0]} rows, but needs [1, heads, rows, dim]. Leave "
             "draft_tree out for this model."
         )
     by_row = x.transpose(2, 1, 0, 3)
@@ -241,10 +241,10 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
     least = _LEAST_HALF if half else _LEAST
     if worst > min(max(_TIMES * rounding, least), _MOST):
         raise UnsupportedModelError(
-            f"draft_tree was passed, and rows of a tree differ from those of its paths "
-            f"in {type(model).__module__}: by {worst:.2g} standard deviations of the "
-            f"logits, where rounding makes {rounding:.2g}. Leave draft_tree out for "
-            "this model."
+            f"draft_tree was passed, but {type(model).__module__} gives other logits "
+            f"for a tree than for its paths: they differ by {worst:.2g} standard "
+            f"deviations, of which rounding explains {rounding:.2g}. Leave draft_tree "
+            "out for this model."
         )
 
 
@@ -252,7 +252,7 @@ def _check_unscaled(model: nn.Module) -> None:
     for each in model.modules():
         if plain_class(each).__module__ in _SCALED:
             raise UnsupportedModelError(
-                f"draft_tree was passed, and {plain_class(each).__module__} scales its "
+                f"draft_tree was passed, but {plain_class(each).__module__} scales its "
                 "attention by the place of a row in the cache, which in a tree is not "
                 "the row's position. Leave draft_tree out for this model."
             )

@@ -16,7 +16,7 @@ from mlx_speculation.models.instance_hooks import plain_class
 from mlx_speculation.models.recurrent.mixers import MIXERS
 from mlx_speculation.models.recurrent.recorder import replays_from_notes
 
-_RUNS_AGAIN = "has mixers that can only run again over the rows that were kept"
+_RUNS_AGAIN = "has mixers that can only run again over the kept rows"
 _NO_VIEW = "has caches without a view of a fixed size"
 _MIXES_ROWS = "has rows that depend on other rows of the forward"
 
@@ -27,7 +27,7 @@ UNFIT = {
     "jamba": _RUNS_AGAIN,
     "llama4": _NO_VIEW,
     "mamba": _RUNS_AGAIN,
-    "minimax_m3_vl": "chooses blocks of keys by the number of keys shown",
+    "minimax_m3_vl": "chooses blocks of keys by the number of keys in the view",
     "phi3small": _MIXES_ROWS,
     "rwkv7": _RUNS_AGAIN,
 }
@@ -47,14 +47,14 @@ def check_fixed_shape(model: nn.Module) -> None:
         unfit = package == "mlx_lm.models" and name in UNFIT
         why = UNFIT[name] if unfit else "was not tried in a fixed shape"
         raise UnsupportedModelError(
-            f"exact was passed, and {type(model).__module__} {why}; docs/exactness.md "
-            "says which models are refused. Leave exact out."
+            f"exact was passed, but {type(model).__module__} {why}; docs/exactness.md "
+            "lists the refused models. Leave exact out."
         )
     for path, module in model.named_modules():
         kind = plain_class(module)
         place = (kind.__module__, kind.__name__)
         if place in MIXERS and not replays_from_notes(module):
             raise UnsupportedModelError(
-                f"exact was passed, and {path}, a {place[1]}, is not replayed from "
-                "notes: its source is not the one that was read. Leave exact out."
+                f"exact was passed, but {path}, a {place[1]}, cannot be replayed: its "
+                "source code is not that of the supported version. Leave exact out."
             )

@@ -53,7 +53,7 @@ def checked_quantization(
         raise InvalidRequestError(
             f"kv_bits is {quantization.bits} and kv_group_size "
             f"{quantization.group_size}, and {type(model).__module__} cannot read "
-            f"caches that are quantized so: {type(error).__name__}: {error}. Leave "
+            f"such quantized caches: {type(error).__name__}: {error}. Leave "
             "kv_bits out, or choose another kv_bits or kv_group_size."
         ) from error
     return quantization

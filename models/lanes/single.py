@@ -132,7 +132,7 @@ class Lane(RequestLane):
         check_single(self.caches)
         if len(self.caches) != len(native):
             raise InvalidRequestError(
-                f"{len(self.caches)} caches were passed, and the model has "
+                f"{len(self.caches)} caches were passed, but the model needs "
                 f"{len(native)}. Pass all that make_prompt_cache(model) returns."
             )
         self._unknown = (position(self.caches) or 0) - seen
@@ -159,8 +159,9 @@ class Lane(RequestLane):
         start = lane_round.start
         if start is not None and start != self._unknown + self.seen:
             raise InvalidRequestError(
-                f"The caches hold {start} tokens, and {self._unknown + self.seen} were "
-                "left in them: something else has written. Use caches in one stream."
+                f"The caches hold {start} tokens, but this stream has left "
+                f"{self._unknown + self.seen} in them: something else has changed "
+                "them. Use caches in one stream only."
             )
         return lane_round
 
@@ -334,8 +335,8 @@ class LaneRound(RequestRound):
             if ran and self._lane.shape is not None:
                 raise UnsupportedModelError(
                     f"{type(ran[0]).__name__} would have to run again over {keep} "
-                    f"rows, and exact mode feeds {self._lane.shape.rows}. Leave exact "
-                    "out for this model."
+                    f"rows, but exact mode always feeds {self._lane.shape.rows}. Leave "
+                    "exact out for this model."
                 )
         self._prepared = keep
 

@@ -162,7 +162,7 @@ def nemotron_h(args: Any, config: Config, k: int) -> list[Block]:
         kinds = [_NEMOTRON_KINDS.get(name, name) for name in names]
     unknown = sorted(set(kinds) - set(_NEMOTRON_KINDS.values()))
     if unknown:
-        raise ValueError(f"blocks of kind {', '.join(unknown)}")
+        raise ValueError(f"it has blocks of unknown kind: {', '.join(unknown)}")
     experts = config.get("mtp_n_routed_experts", args.n_routed_experts)
     args = replace(args, n_routed_experts=experts)
     layer = _models("nemotron_h").NemotronHBlock

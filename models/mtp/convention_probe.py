@@ -162,8 +162,8 @@ def _refusal(trials: Trials[MtpConvention], source: str) -> str:
         said = norms if isinstance(norms, str) else f"plus_one: {'+'.join(norms or ())}"
         lines.append(f"\n  hidden {tried.hidden}, {tried.order}, norms {said}: {score}")
     return (
-        f"The MTP head in {source} guesses its target's own text by no convention:"
-        f"{''.join(lines)}\n"
-        "It may belong to another model. Name what it was trained with, as "
+        f"The MTP head in {source} does not predict its target's text with any "
+        f"convention:{''.join(lines)}\n"
+        "It may belong to another model. Name the convention of its training, as "
         'convention=MtpConvention(hidden="after_norm", ...), or choose another drafter.'
     )

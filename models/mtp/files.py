@@ -117,15 +117,15 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
     kind = str(read_json(folder / "config.json").get("model_type"))
     if kind.removesuffix(SPLIT) not in family.modules:
         raise ModelFolderError(
-            f"The head in {str(folder)!r} is of type {kind!r}, and the target takes "
+            f"The head in {str(folder)!r} is of type {kind!r}, but the target takes "
             f"{' or '.join(name + SPLIT for name in family.modules)}. Choose the head "
             "that was split from this target."
         )
     tensors = _held(weight_files(folder), family, trunk, bare=True, split=True)
     if not tensors:
         raise ModelFolderError(
-            f"{str(folder)!r} holds no MTP head of the {family.name} family that is "
-            "known. Split it again, or take the original checkpoint."
+            f"{str(folder)!r} holds no known tensor of an MTP head of the "
+            f"{family.name} family. Split it again, or take the original checkpoint."
         )
     return HeadFiles(tensors, False, str(folder))
 
@@ -167,7 +167,7 @@ def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], 
         file = (folder / str(named)).resolve()
         if not file.is_relative_to(folder.resolve()) or not file.is_file():
             raise ModelFolderError(
-                f"config.json names {str(named)!r} as the file of the MTP head, and "
+                f"config.json names {str(named)!r} as the file of the MTP head, but "
                 f"{str(folder)!r} has no such file. Put it there, or take out "
                 "mlx_lm_extra_tensors."
             )
@@ -227,17 +227,17 @@ def _none_message(
         for key in DECLARED
         if (value := nested(config, "text_config", key) or config.get(key))
     ]
-    says = f", although config.json says {declared[0]}" if declared else ""
+    says = f", although config.json has {declared[0]}" if declared else ""
     example = family.file_name("layers.0.proj.weight", trunk)
     spare = spare_files(folder)
     for file in unnamed_files(folder):
         if file not in spare and _held([file], family, trunk):
             says += (
-                f"; that in {file.name!r} counts as another checkpoint's, since the "
-                "file repeats weights of the model and no index names it"
+                f"; the head in {file.name!r} is not used, since that file repeats "
+                "weights of the model and no index names it"
             )
     return (
-        f"{str(folder)!r} holds no MTP head of the {family.name} family, such as "
-        f"{example!r}{says}. Conversions by mlx-lm drop it: take the original "
+        f"{str(folder)!r} holds no MTP head of the {family.name} family, with tensors "
+        f"such as {example!r}{says}. Conversions by mlx-lm drop it: take the original "
         "checkpoint, or put the head beside the model as mtp.safetensors."
     )

@@ -86,8 +86,8 @@ def find_mtp_head(
     family = family_of(module_of(model))
     if family is None:
         raise UnsupportedModelError(
-            f"{module_of(model)} is of no family whose MTP heads are known, which are "
-            f"{', '.join(each.name for each in FAMILIES)}. Choose another drafter."
+            f"MTP heads of {module_of(model)} are not supported; supported families "
+            f"are {', '.join(each.name for each in FAMILIES)}. Choose another drafter."
         )
     config = read_config(folder)
     trunk = len(model.layers)
@@ -141,13 +141,13 @@ def decided(convention: MtpConvention | None, result: FoundHead) -> MtpConventio
         raise ModelFolderError(
             f"The norms of the MTP head in {result.files.source} of "
             f'{str(result.folder)!r} may be stored as "plus_one" (w, applied as 1 + w) '
-            'or "stored" (as they are), and nothing in the folder tells. Name it: '
-            "convention=MtpConvention(norms=...)."
+            'or "stored" (as they are), and nothing in the folder tells which. Name '
+            "the form: convention=MtpConvention(norms=...)."
         )
     if norms != "stored" and not family.plus_one:
         raise ModelFolderError(
-            f"The convention says norms={norms!r}, and those of the {family.name} "
-            'family are "stored". Leave norms out.'
+            f"The convention has norms={norms!r}, but norms of the {family.name} "
+            'family are always "stored". Leave norms out.'
         )
     return replace(convention, norms=norms)
 
@@ -179,9 +179,8 @@ def _build(
 ) -> MtpHead:
     if family.layers == "one" and files.layers > 1:
         raise ModelFolderError(
-            f"The MTP head in {files.source} has {files.layers} layers, and heads of "
-            f"the {family.name} family have 1 as far as is known. Choose another "
-            "drafter."
+            f"The MTP head in {files.source} has {files.layers} layers, but only 1 is "
+            f"supported for heads of the {family.name} family. Choose another drafter."
         )
     canonical = [name for name in family.rules.values() if name is not None]
     owns = {name.split(".")[2] for name in canonical}
@@ -191,7 +190,7 @@ def _build(
             blocks = family.build(args, text_config(config), k)
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise ModelFolderError(
-                f"config.json does not say what layer {k} of the MTP head is: {error}."
+                f"Layer {k} of the MTP head cannot be built from config.json: {error}."
             ) from error
         layers.append(
             MtpLayer(

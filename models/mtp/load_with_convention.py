@@ -127,9 +127,9 @@ def _say_mixture(result: FoundHead, convention: MtpConvention) -> None:
     if isinstance(convention.norms, tuple):
         notice(
             f"The norms of the MTP head in {result.files.source} of "
-            f"{str(result.folder)!r} seem to be stored as w, applied as 1 + w, for "
-            f"{', '.join(convention.norms)} alone: so it guesses more of what the "
-            "target writes. It is read so; convention= names another form."
+            f"{str(result.folder)!r} seem to be stored as w, applied as 1 + w, only "
+            f"for {', '.join(convention.norms)}: read in this form, the head predicts "
+            "more of the target's text. Pass convention= to choose another form."
         )
 
 
@@ -138,7 +138,7 @@ def _tokenizer(result: FoundHead) -> Any:
         return load_tokenizer(result.folder)
     except Exception as error:
         raise ModelFolderError(
-            f"The convention of the MTP head in {result.files.source} is found on "
-            f"text, and {str(result.folder)!r} has no tokenizer that can be read: "
+            f"The convention of the MTP head in {result.files.source} has to be probed "
+            f"on text, but the tokenizer of {str(result.folder)!r} cannot be read: "
             f"{error}. Pass tokenizer=, or name the convention."
         ) from error

@@ -55,21 +55,21 @@ def pack_convention(folder: Path, config: dict[str, Any]) -> MtpConvention | Non
         convention = _convention(fields)
     except ValueError as error:
         notice(
-            f"The convention of the MTP head in {where} of {str(folder)!r} is passed "
-            f"over: {error}. A probe finds one; convention= names one."
+            f"The convention of the MTP head in {where} of {str(folder)!r} is ignored: "
+            f"{error}. A probe finds one instead, unless convention= names it."
         )
         return None
     notice(
         f"The convention of the MTP head is taken from {where} of {str(folder)!r}: "
         f"hidden {convention.hidden}, recycled {convention.recycled}, "
-        f"{convention.order}. convention= names another."
+        f"{convention.order}. Pass convention= to choose another."
     )
     return convention
 
 
 def _convention(fields: Any) -> MtpConvention:
     if not isinstance(fields, dict):
-        raise ValueError(f"it is a {type(fields).__name__}")
+        raise ValueError(f"it is a {type(fields).__name__}, not an object")
     values: dict[str, Any] = {}
     for name, value in fields.items():
         if name in _FIELDS:

@@ -96,8 +96,8 @@ def _from_fp8(name: str, weight: mx.array, scales: mx.array) -> mx.array:
     if weight.dtype != mx.uint8 or scales.shape != blocks:
         raise ModelFolderError(
             f"{name!r} of the MTP head is {weight.dtype} {weight.shape} with scales "
-            f"{scales.shape}, and e4m3 with {blocks}, one for each {size} x {size}, is "
-            "known. Convert the checkpoint to bfloat16."
+            f"{scales.shape}; only e4m3 with scales {blocks}, one for each block of "
+            f"{size} x {size}, is supported. Convert the checkpoint to bfloat16."
         )
     m, n = weight.shape
     wide = mx.repeat(mx.repeat(scales, size, 0)[:m], size, 1)[:, :n]

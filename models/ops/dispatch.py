@@ -44,6 +44,6 @@ def compiled_steps(model: nn.Module) -> CompiledForward:
         if room.compile_draft is not None:
             return room.compile_draft(model)
     raise UnsupportedModelError(
-        "compile_draft is True, and nothing that is installed compiles the steps of a "
-        f"draft {type(model).__module__}. Leave compile_draft out."
+        "compile_draft is True, but nothing that is installed compiles the steps of "
+        f"the draft {type(model).__module__}. Leave compile_draft out."
     )

@@ -96,7 +96,7 @@ def family_of(vlm: nn.Module) -> Family:
     if seen and not (family.one_pass and seen == "vision"):
         raise UnsupportedModelError(
             f"The config of this {family.name} has use_bidirectional_attention "
-            f"{seen!r}: tokens of a prompt see later ones, and prompts are read in "
+            f"{seen!r}: tokens of a prompt see later ones, but prompts are read in "
             "chunks here. Take a causal variant."
         )
     return family

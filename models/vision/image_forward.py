@@ -49,22 +49,22 @@ class ImageForward:
         length = prompt.input_ids.shape[1]
         if bool(self.slots) != bool(prompt.inputs):
             raise InvalidRequestError(
-                f"The prompt has {len(prompt.inputs)} tensors of images, and "
-                f"{len(self.slots)} places of the token {target.placeholder} that "
-                "stands for them. Pass as many images as the text has markers for."
+                f"The prompt has {len(prompt.inputs)} tensors of images, but "
+                f"{len(self.slots)} places with the image token {target.placeholder}. "
+                "Pass as many images as the text has markers for."
             )
         if target.family.one_image and _images(prompt) > 1:
             raise InvalidRequestError(
-                f"The prompt has {_images(prompt)} images, and mlx-vlm reads one in a "
-                f"prompt of {target.family.name}. Ask about one."
+                f"The prompt has {_images(prompt)} images, but mlx-vlm reads only one "
+                f"in a prompt of {target.family.name}. Ask about one."
             )
         # If the tokens of an image see each other, one forward has to hold all images.
         self.one_pass = target.one_pass and bool(self.slots)
         self._end = self.slots[-1][1] if self.slots else 0
         if self._end == length:
             raise InvalidRequestError(
-                f"The prompt's {length} tokens end with an image, and a text has to "
-                "follow it. Put the question behind the image."
+                f"The prompt's {length} tokens end with an image, but a text has to "
+                "follow it. Put the question after the image."
             )
         self._features: Any = None
         self._shift: int | None = None
@@ -92,12 +92,12 @@ class ImageForward:
             if unknown:
                 raise UnsupportedModelError(
                     f"{self._target.family.name} passes {', '.join(sorted(unknown))} "
-                    "from its images to its language model, which is not known here."
+                    "from its images to its language model, which is not supported."
                 )
             rows, ids = fields["inputs_embeds"].shape[1], prompt.input_ids.shape[1]
             if rows != ids:
                 raise UnsupportedModelError(
-                    f"{self._target.family.name} makes {rows} embeddings of a prompt "
+                    f"{self._target.family.name} makes {rows} embeddings for a prompt "
                     f"of {ids} tokens. Pass a prompt as its processor makes it."
                 )
             deltas = fields.get("rope_deltas")

@@ -73,8 +73,8 @@ class ImagePrompt:
         filled = sorted(n for n in other if any(map(_size, _parts(given[n]))))
         if filled:
             raise InvalidRequestError(
-                f"The inputs hold {filled[0]!r}, and images are all that can be read "
-                "beside text. Leave audio and video out."
+                f"The inputs hold {filled[0]!r}, but only images can be read beside "
+                "text. Leave audio and video out."
             )
         kept = {n: v for n, v in given.items() if n not in {*_OF_TEXT, *other}}
         return cls(inputs["input_ids"], kept)

@@ -69,7 +69,7 @@ def load_vision(
         raise ModelFolderError(
             f"{str(folder / 'config.json')!r} has model_file {file!r}: the model is "
             "built by code in its folder, whose caches and positions are not known "
-            "here. Take one of a family of mlx-vlm."
+            "here. Take a model of a family of mlx-vlm."
         )
     import mlx_vlm
     from mlx_vlm.utils import get_model_type
@@ -102,12 +102,12 @@ def _check_library(path_or_repo: str | Path) -> None:
     here = Path(path_or_repo).expanduser()
     if here.is_dir() and "vision_config" not in read_config(here):
         raise UnsupportedModelError(
-            f"{str(path_or_repo)!r} was asked for with vision, and its config.json has "
-            "no vision_config: it reads text only. Name a vision model, or leave "
-            "images out."
+            f"{str(path_or_repo)!r} was requested with vision, but its config.json has "
+            "no vision_config: the model reads text only. Name a vision model, or "
+            "leave images out."
         )
     raise MissingLibraryError(
-        f"{str(path_or_repo)!r} was asked for with vision, which needs mlx-vlm. "
+        f"{str(path_or_repo)!r} was requested with vision, which needs mlx-vlm. "
         'Install it with: pip install "mlx-speculation[vision]"'
     )
 
@@ -163,8 +163,8 @@ class Processor:
 
         if not isinstance(prompt, str) and not _are_messages(prompt):
             raise InvalidRequestError(
-                f"{len(images)} images were passed with a prompt that is no text and "
-                "no messages. Pass an ImagePrompt, or let the template place them."
+                f"{len(images)} images were passed with a prompt that is neither text "
+                "nor messages. Pass an ImagePrompt, or let the template place them."
             )
         pictures = [open_image(each) for each in images]
         try:
@@ -266,12 +266,12 @@ def _check_parts(messages: Sequence[Mapping[str, Any]], images: int) -> None:
     other = next((kind for kind in kinds if kind in _OTHER_PARTS), None)
     if other is not None:
         raise InvalidRequestError(
-            f"A message has a part of type {other!r}, and text and images are all "
-            "that can be read. Leave it out."
+            f"A message has a part of type {other!r}, but only text and images can be "
+            "read. Leave it out."
         )
     parts = sum(kind in _IMAGE_PARTS for kind in kinds)
     if parts > images:
         raise InvalidRequestError(
-            f"The messages have {parts} image parts, and {images} images were passed. "
+            f"The messages have {parts} image parts, but {images} images were passed. "
             "Pass an image for each."
         )

@@ -37,9 +37,9 @@ def _native(place: int, cache: Any) -> Any:
         return cache
     if kind.__module__ != HOME or kind.__name__ not in CACHES:
         raise UnsupportedCacheError(
-            f"The cache of layer {place} is a {kind.__module__}.{kind.__name__}, and "
-            f"those of mlx-vlm that can be rolled back are {', '.join(CACHES)}. Take "
-            "a model with these."
+            f"The cache of layer {place} is a {kind.__module__}.{kind.__name__}, which "
+            "cannot be rolled back; those of mlx-vlm that can are "
+            f"{', '.join(CACHES)}. Take a model with these."
         )
     if source_digest(HOME, kind.__name__) != CACHES[kind.__name__]:
         raise UnsupportedCacheError(

@@ -95,7 +95,7 @@ def _bytes_of(source: Any, name: str, limits: ImageLimits) -> bytes:
         return data_of_url(source, limits)
     if isinstance(source, str) and "://" in source:
         raise InvalidRequestError(
-            f"The image {name} is a URL, and none is fetched. Pass its bytes."
+            f"The image {name} is a URL, but URLs are not fetched. Pass its bytes."
         )
     if not isinstance(source, str | Path):
         raise InvalidRequestError(
@@ -121,8 +121,8 @@ def _bytes_of(source: Any, name: str, limits: ImageLimits) -> bytes:
 def _check_bytes(count: int, name: str, limits: ImageLimits) -> None:
     if count > limits.file_bytes:
         raise InvalidRequestError(
-            f"The image {name} has {count} bytes, and at most {limits.file_bytes} are "
-            "read. Pass a smaller one."
+            f"The image {name} has {count} bytes; at most {limits.file_bytes} are "
+            "allowed. Pass a smaller one."
         )
 
 
@@ -131,13 +131,13 @@ def _check_pixels(picture: Any, name: str, limits: ImageLimits) -> None:
     across, down = picture.size
     if across * down > limits.pixels or not across * down:
         raise InvalidRequestError(
-            f"The image {name} has {across} x {down} pixels, and 1 to {limits.pixels} "
-            "are read. Pass a smaller one."
+            f"The image {name} has {across} x {down} pixels; 1 to {limits.pixels} "
+            "are allowed. Pass a smaller one."
         )
     frames = getattr(picture, "n_frames", 1)
     if frames > 1:
         raise InvalidRequestError(
-            f"The image {name} has {frames} frames, and one is read. Pass a still."
+            f"The image {name} has {frames} frames; only one is allowed. Pass a still."
         )
 
 

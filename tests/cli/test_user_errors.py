@@ -40,7 +40,7 @@ NUMBERS = [
     ("--logit-bias", "[3]", "is [3], and a JSON object of token ids with a number"),
     ("--logit-bias", '{"x": 1}', """is {"x": 1}, and a JSON object of token ids"""),
     ("--logit-bias", '{"5": "x"}', "logit_bias of id 5 is 'x'"),
-    ("--logit-bias", '{"99999": 1}', "logit_bias names the id 99999, and the target"),
+    ("--logit-bias", '{"99999": 1}', "logit_bias has the id 99999, but the target"),
     ("--max-kv-size", "2", "max_kv_size is 2, and a whole number of at least 5"),
     ("--kv-bits=7 --quantized-kv-start", "0", "kv_bits is 7 and kv_group_size 64"),
     ("--seed", "-1", "seed is -1, and a whole number of at least 0"),
@@ -49,7 +49,7 @@ NUMBERS = [
     ("--extra-eos-token", "no such", "--extra-eos-token is 'no such', and the"),
     ("--draft", "", "--draft is empty. Give a folder, 'mtp'"),
     ("--draft", "nowhere", "There is no folder 'nowhere'"),
-    ("--draft", "mtp", "whose MTP heads are known"),
+    ("--draft", "mtp", "are not supported; supported families"),
     ("--draft=none --draft-length", "4", "--draft-length is 4, and --draft is none"),
     ("--draft=none --quantize-draft", "4", "quantize_draft is 4, and draft is None"),
     ("--draft=mtp --history", "4", "history is 4, and draft is 'mtp'"),
@@ -131,7 +131,7 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
     for each in (gguf, file):
         each.write_bytes(b"GGUF")
     assert "convert the original with mlx_lm.convert" in said(gguf)
-    assert "is a file, and a model is a folder" in said(file)
+    assert "is a file, but a model is a folder" in said(file)
     gguf_folder = tmp_path / "download"
     gguf_folder.mkdir()
     (gguf_folder / "model.gguf").write_bytes(b"GGUF")
@@ -145,7 +145,7 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
 
     ends = copy_of("draft", tmp_path / "ends")
     (ends / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
-    assert "says eos_token_id 'x', and whole numbers are needed" in said(ends)
+    assert "has eos_token_id 'x', which is not a whole number" in said(ends)
 
     assert "this is a drafter" in commands.refused("serve", demo_models()["eagle"])
 

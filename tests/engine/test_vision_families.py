@@ -59,7 +59,7 @@ IN_TURNS = (
 def test_text_is_that_of_mlx_vlm_under_every_draft(name: str, images: str) -> None:
     sizes = SIZES[images]
     if SERVED[name].one_image and sizes == TWO:
-        with pytest.raises(InvalidRequestError, match="mlx-vlm reads one"):
+        with pytest.raises(InvalidRequestError, match="mlx-vlm reads only one"):
             text(target(name), prompt_of(name, sizes), GREEDY)
         return
     model, prompt = target(name), prompt_of(name, sizes)

@@ -120,7 +120,7 @@ def test_a_shard_that_is_gone_is_named(keep: int, tmp_path: Path) -> None:
 def test_an_index_does_not_lead_out_of_the_folder(name: str, tmp_path: Path) -> None:
     folder = chat_folder(tmp_path / "model")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ModelFolderError, match="is not in the folder"):
+    with pytest.raises(ModelFolderError, match="is outside its folder"):
         load(folder)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": 1}}))
     with pytest.raises(ModelFolderError, match="no weight_map of tensors and files"):
@@ -164,7 +164,7 @@ def test_a_tensor_in_two_named_files_is_refused(tmp_path: Path) -> None:
     name = sorted(tensors(first))[0]
     twice = {**tensors(second), name: tensors(first)[name] * 0.5}
     save(second, twice)
-    with pytest.raises(ModelFolderError, match=f"both hold '{name}', and one file may"):
+    with pytest.raises(ModelFolderError, match=f"both hold '{name}', but only one"):
         load(folder)
 
 
@@ -282,7 +282,7 @@ def test_the_head_of_another_checkpoint_is_not_taken(tmp_path: Path) -> None:
     (made.folder / "model-2.safetensors").unlink()
     leave_out_head(made.folder)
     save(made.folder / "model-old.safetensors", arrays)
-    said = "holds no MTP head .*that in 'model-old.safetensors' counts as another"
+    said = "holds no MTP head .*the head in 'model-old.safetensors' is not used"
     with pytest.raises(ModelFolderError, match=said):
         find_mtp_head(made.folder, made.target)
 

@@ -226,7 +226,7 @@ def test_what_cannot_be_trained_is_refused_before_the_target_writes(
     wrong: dict[str, tuple[TrainOptions, str]] = {
         "small": (small, r"config\.json: .*missing"),
         "layers": (replace(OPTIONS, layers=[1, 99]), "99"),
-        "mtp": (replace(OPTIONS, kind="mtp"), "no family whose MTP"),
+        "mtp": (replace(OPTIONS, kind="mtp"), "^MTP heads of .* not supported"),
     }
     for name, (options, words) in wrong.items():
         with pytest.raises(SpeculationError, match=words):

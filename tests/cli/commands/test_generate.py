@@ -366,7 +366,7 @@ def test_a_text_model_is_asked_about_no_image(
     image = tmp_path / "one.png"
     image.write_bytes(picture())
     said = commands.refused(*PLAIN_GENERATE, "--image", image)
-    assert "it reads text only. Name a vision model" in said
+    assert "the model reads text only. Name a vision model" in said
 
 
 def test_images_that_are_none_are_refused(commands: Commands, tmp_path: Path) -> None:

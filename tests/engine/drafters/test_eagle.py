@@ -125,7 +125,7 @@ def test_the_named_number_of_drafts_is_the_most() -> None:
 def test_a_folder_with_a_head_is_known_by_its_config(tmp_path: Path) -> None:
     """A tiny head is refused as a head, and not as an unknown model."""
     folder = write_eagle(tmp_path, "specforge")
-    with pytest.raises(ModelFolderError, match="head says target_hidden_size 64"):
+    with pytest.raises(ModelFolderError, match="head has target_hidden_size 64"):
         SpeculativeGenerator.from_pretrained(demo_models()["dense"], draft=folder)
 
 
@@ -139,7 +139,7 @@ def test_the_reading_that_a_probe_puts_first_is_taken(
     monkeypatch.setattr(home, others_first)
     folder, target = write_eagle(tmp_path, "specforge", (1, 2, 3)), target_of("llama")
     usual = EagleDraft.from_folder(folder, target)
-    with pytest.warns(DraftNotice, match=r"reads layers \[0, 1, 2\]"):
+    with pytest.warns(DraftNotice, match=r"layers \[0, 1, 2\] are read"):
         probed = EagleDraft.from_folder(folder, target, tokenizer=byte_tokenizer())
     assert usual.eagle.layers == (1, 2, 3)
     assert probed.eagle.layers == (0, 1, 2)

@@ -276,7 +276,7 @@ def test_quantized_keys_are_read() -> None:
 @pytest.mark.parametrize(
     ("caches", "said"),
     [
-        (lambda: ChunkedKVCache(512), "layer 1.*ChunkedKVCache of another kind"),
+        (lambda: ChunkedKVCache(512), "layer 1.*its cache, a ChunkedKVCache. Use"),
         (lambda: RotatingKVCache(WINDOW, keep=4), "layer 1.*with keep=4"),
     ],
 )

@@ -628,7 +628,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no bits": ({"kv_bits": 0}, "kv_bits is 0, and a whole number of at least 1"),
     "group": (
         {"kv_bits": 4, "kv_group_size": 48, "quantized_kv_start": 0},
-        "kv_group_size 48, and mlx_lm.models.qwen3 cannot read caches",
+        "kv_group_size 48, and mlx_lm.models.qwen3 cannot read such quantized caches",
     ),
     "start": ({"kv_bits": 4, "quantized_kv_start": -1}, "quantized_kv_start is -1"),
     "a window": (

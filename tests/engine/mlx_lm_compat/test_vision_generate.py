@@ -92,7 +92,7 @@ def test_one_image_may_stand_alone_and_a_seed_decides(
         (
             {"image": "https://example.org/a.png"},
             InvalidRequestError,
-            "none is fetched",
+            "URLs are not fetched",
         ),
         ({"image": b"no image"}, InvalidRequestError, "cannot be read"),
         ({"thinking_budget": 3}, TypeError, "no keyword 'thinking_budget'"),

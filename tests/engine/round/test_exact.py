@@ -162,7 +162,7 @@ def test_a_prefix_cache_belongs_to_one_shape() -> None:
     generator_of(model, prefix_cache=prefixes)
     generator_of(model, prefix_cache=prefixes)
     for exact in (False, 4):
-        with pytest.raises(InvalidRequestError, match="exact=6 have computed"):
+        with pytest.raises(InvalidRequestError, match="was filled with exact=6"):
             generator_of(model, prefix_cache=prefixes, exact=exact)
 
 

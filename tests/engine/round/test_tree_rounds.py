@@ -299,8 +299,8 @@ def test_what_cannot_have_trees_is_refused_when_the_generator_is_made() -> None:
             with_trees("llama", draft)
     with pytest.raises(InvalidRequestError, match="exact was passed"):
         with_trees("llama", drafter, exact=True)
-    with pytest.raises(UnsupportedCacheError, match="cannot hold a tree"):
+    with pytest.raises(UnsupportedCacheError, match="cannot hold a draft tree"):
         with_trees("qwen3_5", drafter)
     model = census.build("nanochat")  # its rotary embedding is no module
-    with pytest.raises(UnsupportedModelError, match="differ from those of its paths"):
+    with pytest.raises(UnsupportedModelError, match="a tree than for its paths"):
         SpeculativeGenerator(model, byte_tokenizer(), draft=drafter, draft_tree=8)

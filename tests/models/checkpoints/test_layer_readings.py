@@ -71,7 +71,7 @@ def test_a_list_in_another_order_leaves_nothing_to_say() -> None:
         (
             {OWN: [0, 1, 3], IDS: [0, 1, 3]},
             rf"{OWN} \[0, 1, 3\], which counts layers from 0 and {IDS} \[0, 1, 3\], "
-            "which counts the embedding too",
+            "which counts the embedding as 0",
         ),
         (
             {"eagle_config": {IDS: [1, 3, 5]}, IDS: [3, 5, 7]},
@@ -81,7 +81,7 @@ def test_a_list_in_another_order_leaves_nothing_to_say() -> None:
             {"dflash_config": {OWN: [1, 3]}, "text_config": {OWN: [1, 4]}},
             rf"dflash_config.{OWN} \[1, 3\].* text_config.{OWN} \[1, 4\]",
         ),
-        ({"text_config": {OWN: "1, 3"}}, f"text_config.{OWN} '1, 3', and a list"),
+        ({"text_config": {OWN: "1, 3"}}, f"text_config.{OWN} '1, 3', which has to"),
     ],
 )
 def test_lists_that_do_not_agree_are_named(
@@ -100,10 +100,10 @@ def test_a_list_that_cannot_count_from_0_counts_from_1() -> None:
     ):
         values = read(config, 6, [3])
         assert list(values.layers) == [(1, 3, 5)]
-        assert "It reads layers [1, 3, 5] (not probed)" in values.notice(
+        assert "layers [1, 3, 5] are read (not probed)" in values.notice(
             (1, 3, 5), None
         )
-        with pytest.raises(ModelFolderError, match=r"layers \[2, 4, 6\].* 6, from 0"):
+        with pytest.raises(ModelFolderError, match=r"layers \[2, 4, 6\].* 6 layers"):
             read(config, 6, [3], counts="layers")
 
 
@@ -127,7 +127,8 @@ def test_layers_that_are_not_listed_are_guessed(
     assert values.guessed
     assert list(values.layers)[: len(usual)] == usual
     assert all(len(set(each)) == count for each in values.layers)
-    assert f"It reads {list(usual[0])}, the usual" in values.notice(usual[0], None)
+    said = f"Layers {list(usual[0])} are read, the usual"
+    assert said in values.notice(usual[0], None)
 
 
 def test_guessed_layers_are_said_with_their_score() -> None:
@@ -135,7 +136,7 @@ def test_guessed_layers_are_said_with_their_score() -> None:
     assert (2, 15, 27) in readings.layers
     score = Score(np.zeros(30), 1.0, 0.0)
     said = readings.notice((2, 15, 27), score)
-    assert "It reads [2, 15, 27], found by a probe (it agrees 100%" in said
+    assert "[2, 15, 27] are read, found by a probe (the draft agrees 100%" in said
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -148,7 +149,7 @@ def test_a_packed_projection_shows_how_many_layers_it_takes(bits: int) -> None:
         assert 3 in features_of(weights, unclear, "head", 576)
     mixed = {"quantization": {"bits": 6, "fc": {"group_size": 64, "bits": bits}}}
     assert features_of(weights, mixed, "head", 576) == (3,)
-    with pytest.raises(ModelFolderError, match="layers of this target have 500 each"):
+    with pytest.raises(ModelFolderError, match="the target's hidden size 500"):
         features_of(weights, said, "head", 500)
 
 

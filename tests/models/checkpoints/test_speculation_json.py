@@ -134,7 +134,7 @@ def test_no_path_leads_away(pieces: list[str], folder: Path) -> None:
     [
         (
             {"draft": "mtp", "drafts": 4},
-            "a field 'drafts', and draft, kind, convention",
+            "the field 'drafts', and only draft, kind, convention",
         ),
         ({}, "draft = None"),
         ({"draft": "mtp", "kind": "eagle"}, "kind = 'eagle', and one of mtp is"),
@@ -146,7 +146,7 @@ def test_no_path_leads_away(pieces: list[str], folder: Path) -> None:
         ({"draft": "mtp", "draft_length": 2.0}, "draft_length = 2.0"),
         ({"draft": "mtp", "draft_length": True}, "draft_length = True"),
         ({"draft": "mtp", "draft_length": "2"}, "draft_length = '2'"),
-        ({"draft": "mtp", "convention": {"position": 1}}, "a field 'position'"),
+        ({"draft": "mtp", "convention": {"position": 1}}, "unknown field 'position'"),
         ({"draft": "mtp", "convention": {"order": "sum"}}, "order of a convention is"),
         ({"draft": "mtp", "convention": "stored"}, "is a str, and an object"),
         ({"draft": "mtp", "convention": {"norms": ["norm"]}}, "norms of a convention"),
@@ -221,7 +221,7 @@ def test_a_file_that_means_harm_is_refused_with_its_name_and_what_to_do(
     with pytest.raises(ModelFolderError, match=why) as refused:
         read_pair(folder, KINDS)
     assert str(folder / NAME) in str(refused.value)
-    assert "or pass draft= something else" in str(refused.value)
+    assert "or pass another draft= than 'auto'" in str(refused.value)
 
 
 @pytest.mark.parametrize("read", [read_config, read_json])

@@ -130,13 +130,13 @@ def test_layers_are_counted_from_0(
 @pytest.mark.parametrize(
     ("keys", "features", "message"),
     [
-        ({"num_target_layers": 28}, [5], "num_target_layers 28, and this target has"),
-        ({}, [1], "names no target_layer_ids"),
-        ({}, [2, 4], r"names no target_layer_ids, .* takes 2 or 4 of the target's 36"),
+        ({"num_target_layers": 28}, [5], "num_target_layers 28, but this target has"),
+        ({}, [1], "has no target_layer_ids"),
+        ({}, [2, 4], r"has no target_layer_ids, .* takes 2 or 4 of the target's 36"),
         ({}, [37], "takes 37 of the target's 36"),
-        ({"target_layer_ids": [1, 37]}, [2], "this one has 36"),
+        ({"target_layer_ids": [1, 37]}, [2], "this target has only 36 layers"),
         ({"aux_hidden_state_layer_ids": [-1, 5]}, [2], r"layers \[-2, 4\]"),
-        ({"target_layer_ids": [1, 5]}, [3], "reads 3 layers .* names 2"),
+        ({"target_layer_ids": [1, 5]}, [3], "fc .* takes 3 layers .* names 2"),
         ({"target_layer_ids": []}, [], "a list of whole numbers"),
     ],
 )
@@ -157,7 +157,7 @@ def test_layers_that_do_not_fit_are_refused(
         ({"use_swa": True}, "use_swa True and layer_types"),
         (
             {"layer_types": ["full_attention"]},
-            "a list of 2 entries is needed",
+            "which has to be a list of 2 entries",
         ),
     ],
 )
@@ -181,12 +181,12 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = build("llama", layers=4)
     folder = write_dflash(tmp_path / "mask", "full")
     (folder / "mask_embedding.pt").write_bytes(b"")
-    with pytest.raises(ModelFolderError, match=r"mask_embedding.pt: its mask is no"):
+    with pytest.raises(ModelFolderError, match=r"mask_embedding.pt: a mask that is no"):
         load_dflash(folder, model)
     folder = write_dflash(tmp_path / "id", "full")
     config = with_own(config_of("full", (0, 1, 3)), mask_token_id=256)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ModelFolderError, match="mask_token_id 256, and there are 256"):
+    with pytest.raises(ModelFolderError, match=r"mask_token_id 256, but .* only 256"):
         load_dflash(folder, model)
     folder = write_dflash(tmp_path / "norm", "full")
     file = folder / "model.safetensors"

@@ -51,9 +51,9 @@ def test_layers_that_are_not_listed_are_found_by_a_probe(
     load: Any = {"dflash": load_dflash, "dspark": load_dspark}[kind]
     usual, probed = load(folder, model), load(folder, model, starts=STARTS)
     assert usual.layers == (1, 3, 5)
-    assert "It reads [1, 3, 5], the usual ones (not probed)" in usual.notice
+    assert "[1, 3, 5] are read, the usual ones (not probed)" in usual.notice
     assert probed.layers == layers
-    assert "It reads [0, 4, 7], found by a probe (it agrees" in probed.notice
+    assert "[0, 4, 7] are read, found by a probe (the draft agrees" in probed.notice
 
 
 @pytest.mark.openblas
@@ -76,7 +76,7 @@ def test_a_guess_is_said_to_who_loads_the_drafter(tmp_path: Path) -> None:
     folder = changed(
         knowing(tmp_path / "d", model, (0, 4, 7), True, "dflash"), unlisted
     )
-    with pytest.warns(DraftNotice, match=r"It reads \[0, 4, 7\]") as said:
+    with pytest.warns(DraftNotice, match=r"Layers \[0, 4, 7\] are read") as said:
         made = SpeculativeGenerator(model, byte_tokenizer(), draft=folder)
     assert len(said) == 1
     (notice,) = made.notices

@@ -49,7 +49,7 @@ def test_its_own_cap_is_not_put_on_the_targets(tmp_path: Path) -> None:
     layers = tuple(range(min(3, len(gemma.layers))))
     folder = write_block(tmp_path, "dflash2, scaled", layers)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    with pytest.raises(ModelFolderError, match="whether those stand for it, or both"):
+    with pytest.raises(ModelFolderError, match="it is not known if both apply"):
         load_dflash2(folder, gemma)
     target: Any = gemma
     cap = getattr(target, "args", None) or target.language_model.args
@@ -65,7 +65,7 @@ def test_its_own_cap_is_not_put_on_the_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"conv_group_size": 24}, "conv_group_size 24 and hidden_size 64"),
+        ({"conv_group_size": 24}, "conv_group_size 24 .* not divide hidden_size 64"),
         ({"selector_rank": 0}, "selector_rank 0"),
         ({"sample_from_anchor": True}, "sample_from_anchor true"),
         ({"mask_token_id": None}, "mask_token_id None"),
@@ -86,5 +86,5 @@ def test_a_selector_of_other_ids_is_refused(tmp_path: Path) -> None:
         for name in ("predecessor", "successor")
     }
     folder = write_block(tmp_path, "dflash2", LAYERS, **books)
-    with pytest.raises(ModelFolderError, match="knows 255 ids, and the target has 256"):
+    with pytest.raises(ModelFolderError, match="has 255 ids, but the target has 256"):
         load_dflash2(folder, build("llama", layers=4))

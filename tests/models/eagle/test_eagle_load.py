@@ -87,9 +87,9 @@ def test_every_parallel_dialect_is_known_and_read(dialect: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("keys", "tensors", "message"),
     [
-        ({"ptd_token_id": None}, {}, "no mask_token_id or ptd_token_id"),
-        ({"ptd_token_id": 256}, {}, "mask_token_id 256, and there are 256 embeddings"),
-        ({}, {"mask_hidden": mx.zeros((1, 128))}, "128 numbers, and fc takes 192"),
+        ({"ptd_token_id": None}, {}, "no mask_token_id and no ptd_token_id, but masks"),
+        ({"ptd_token_id": 256}, {}, "mask_token_id 256, but there are only 256"),
+        ({}, {"mask_hidden": mx.zeros((1, 128))}, "128 numbers, but .* input size 192"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(
@@ -146,9 +146,9 @@ def test_the_place_of_the_list_says_which_layers_are_meant(
 
 
 def test_layers_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ModelFolderError, match=r"layers \[-2, 1\] of its target"):
+    with pytest.raises(ModelFolderError, match=r"layers \[-2, 1\] of the target"):
         layer_readings({IDS: [-1, 2]}, 32)
-    with pytest.raises(ModelFolderError, match="this one has 8"):
+    with pytest.raises(ModelFolderError, match="this target has only 8 layers"):
         layer_readings({"eagle_config": {IDS: [1, 3, 9]}}, 8)
     with pytest.raises(ModelFolderError, match="a list of whole numbers"):
         layer_readings({IDS: "1,2"}, 8)
@@ -186,10 +186,10 @@ WRONG_TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"d2t": None, "t2d": None}, "96 columns of logits and no d2t"),
     ({"d2t": mx.array(SHIFTS + VOCAB)}, "an id of its own below 256"),
     ({"d2t": mx.array(SHIFTS[0] - np.arange(DRAFT_VOCAB))}, "to 1 ids"),
-    ({"t2d": mx.zeros(VOCAB, mx.bool_)}, "t2d of the EAGLE-3 head names 0 ids"),
+    ({"t2d": mx.zeros(VOCAB, mx.bool_)}, "t2d of the EAGLE-3 head has 0 ids"),
     ({"d2t": mx.array(SHIFTS[:90]), "t2d": None}, "a d2t of 90"),
-    ({"fc__weight": mx.zeros((64, 128))}, "reads 2 layers .* names 3"),
-    ({"norm__weight": mx.zeros(63)}, "another shape"),
+    ({"fc__weight": mx.zeros((64, 128))}, "takes 2 layers .* names 3"),
+    ({"norm__weight": mx.zeros(63)}, "not have the shape of config.json for norm"),
 ]
 
 
@@ -211,12 +211,12 @@ def test_tensors_that_do_not_fit_are_refused(
         ({"kv_lora_rank": 512}, "qk_nope_head_dim None"),
         ({"target_hidden_size": 96}, "target_hidden_size 96"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"draft_vocab_size": 95}, "draft_vocab_size 95, and it has 96"),
+        ({"draft_vocab_size": 95}, "draft_vocab_size 95, but there are 96"),
         ({"norm_before_fc": True}, "neither input_norm nor fc_norm"),
         ({"norm_output": "yes"}, "norm_output 'yes'"),
         ({"hidden_size": 0}, "hidden_size 0"),
         ({"rope_scaling": {"rope_type": "unheard"}}, "unheard"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "reads 3 layers"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "takes 3 layers"),
     ],
 )
 def test_a_config_that_is_not_known_is_refused(

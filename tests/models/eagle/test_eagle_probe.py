@@ -52,6 +52,6 @@ def test_the_trained_head_is_read_right_wherever_its_list_stands(
     del wrong["eagle_config"]
     (tmp_path / "config.json").write_text(json.dumps(wrong), encoding="utf-8")
     assert EagleDraft.from_folder(tmp_path, model).eagle.layers == (0, 2, 4)
-    with pytest.warns(DraftNotice, match=r"reads layers \[1, 3, 5\] \(it agrees"):
+    with pytest.warns(DraftNotice, match=r"\[1, 3, 5\] are read \(the draft agrees"):
         drafter = EagleDraft.from_folder(tmp_path, model, tokenizer=tokenizer)
     assert drafter.eagle.layers == (1, 3, 5)

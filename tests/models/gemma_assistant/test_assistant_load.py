@@ -91,7 +91,7 @@ def test_an_assistant_that_is_not_whole_is_refused(
         ("", "model_type", "gemma4", "model_type 'gemma4'"),
         ("", "backbone_hidden_size", None, "backbone_hidden_size None"),
         ("", "num_centroids", 15, "256 tokens in 15 groups"),
-        ("", "centroid_intermediate_top_k", 17, "in 16 groups and looks in 17"),
+        ("", "centroid_intermediate_top_k", 17, "in 16 groups and reads 17 of them"),
         ("text_config", "layer_types", None, "layer_types None"),
         (
             "text_config",
@@ -162,7 +162,7 @@ def test_what_is_read_is_the_window_and_the_whole(name: str) -> None:
     [
         ("llama", r"sliding_attention layers.*\['KVCache'\]"),
         ("mamba", "sliding_attention layers"),
-        ("gpt_oss", "4 heads of 32, and the keys and values of layer"),
+        ("gpt_oss", "4 heads of size 32, but layer .* keys of size"),
     ],
 )
 def test_another_target_is_refused(name: str, said: str) -> None:

@@ -82,8 +82,8 @@ def test_looking_for_the_parts_evaluates_no_weights() -> None:
     [
         ("gemma3n", LAYERS, r"its layers: layer 0 does not return one hidden state"),
         ("deepseek_v41", LAYERS, r"not return .* \(1, 2, 64\), but a tuple of an arr"),
-        ("nanbeige", LAYERS, r"has 2 modules, .* calls those numbered \[0, 1, 0, 1\]"),
-        ("iquestloopcoder", LAYERS, r"2 modules, .* calls those numbered \[\]"),
+        ("nanbeige", LAYERS, r"has 2 modules, .* in the order \[0, 1, 0, 1\]"),
+        ("iquestloopcoder", LAYERS, r"2 modules, .* in the order \[\]"),
     ],
 )
 def test_layers_of_several_streams_or_in_a_loop_are_refused(
@@ -100,7 +100,7 @@ def test_layers_whose_state_is_kept_in_blocks_are_refused() -> None:
     assert row.args is not None
     text = row.args["text_config"] | {"attn_res_block_size": 2}
     model = build_from("kimi_k3", row.args | {"text_config": text})
-    refused(model, "layer 3 returns is not what the RMSNorm after it", **LAYERS)
+    refused(model, "the RMSNorm after layer 3 is not given what that layer", **LAYERS)
     HiddenStates(model, before_norm=True, after_norm=True).remove()
 
 
@@ -161,7 +161,7 @@ def test_a_module_that_goes_on_after_the_norm_is_refused() -> None:
     model = build("llama", layers=4)
     trunk = type(model.model).__call__
     altered(model.model, lambda self, *args: 2 * trunk(self, *args))
-    refused(model, "is a RMSNorm, and neither a module around it nor the head takes")
+    refused(model, "takes what the last norm after the layers, a RMSNorm, returns")
 
 
 def test_what_a_model_does_after_the_trunk_belongs_to_the_head() -> None:
@@ -221,7 +221,7 @@ def test_two_norms_after_the_layers_leave_the_last_one() -> None:
     """The last norm does not get the last layer's output, so layers are refused."""
     model = build("llama", layers=4)
     model.model.norm = nn.Sequential(nn.RMSNorm(64), nn.LayerNorm(64))
-    parts = refused(model, "layer 3 returns is not what the LayerNorm after", **LAYERS)
+    parts = refused(model, "the LayerNorm after layer 3 is not given what", **LAYERS)
     assert parts.norm is model.model.norm.layers[1]
     assert parts.trunk is model.model
 
@@ -235,7 +235,7 @@ def test_layers_that_are_called_in_another_order_are_refused() -> None:
         (kind,),
         {"layers": property(lambda self: self.model.layers[::-1])},
     )
-    refused(model, r"calls those numbered \[3, 2, 1, 0\]", **LAYERS)
+    refused(model, r"calls them in the order \[3, 2, 1, 0\]", **LAYERS)
 
 
 def test_an_embedding_that_needs_more_than_the_ids_is_refused() -> None:

@@ -88,7 +88,7 @@ def test_the_layer_before_the_first_is_the_embedding(name: str) -> None:
         expected = taps.embed(IDS, scaled=True)
         assert_same(read(states.layer(-1)), read(expected), "the embedding")
         assert states.layer(0).shape == states.layer(-1).shape
-    with pytest.raises(InvalidRequestError, match="Layer -2 was asked for"):
+    with pytest.raises(InvalidRequestError, match="Layer -2 was requested"):
         HiddenStates(model, layers=(-2,))
 
 
@@ -128,9 +128,7 @@ def test_what_was_not_asked_for_is_not_there() -> None:
             model(IDS)
         with pytest.raises(InvalidRequestError, match=r"only \[1, 'after_norm'\]"):
             states.before_norm  # noqa: B018
-        with pytest.raises(
-            InvalidRequestError, match=r"0 was not asked for, only \[1,"
-        ):
+        with pytest.raises(InvalidRequestError, match=r"0 is not collected, only \[1,"):
             states.layer(0)
 
 

@@ -216,7 +216,7 @@ def test_a_random_head_of_any_family_is_refused(name: str) -> None:
     _, head, usual, text, taps = random_pair(name)
     trial = HeadProbe(head, norms_of(flat(head)), taps, text)
     assert trial.first(usual).values.size > 1
-    with pytest.raises(ConventionError, match=r"in mtp\.safetensors guesses") as error:
+    with pytest.raises(ConventionError, match=r"mtp\.safetensors does not") as error:
         probe(trial, usual, ALL, source="mtp.safetensors")
     message = str(error.value)
     for said in ("hidden after_norm", "hidden_first", "plus_one", "agrees", "chance"):

@@ -89,10 +89,10 @@ def test_a_pack_s_convention_is_read_and_said(
 def test_a_pack_s_convention_that_is_not_understood_is_passed_over(
     fields: Any, tmp_path: Path
 ) -> None:
-    with pytest.warns(DraftNotice, match="is passed over: "):
+    with pytest.warns(DraftNotice, match="is ignored: "):
         assert pack_convention(tmp_path, {"mtplx_mtp_contract": fields}) is None
     (tmp_path / "mtplx_runtime.json").write_text("{", encoding="utf-8")
-    with pytest.warns(DraftNotice, match="passed over"):
+    with pytest.warns(DraftNotice, match="is ignored"):
         assert pack_convention(tmp_path, {}) is None
 
 
@@ -219,7 +219,7 @@ def test_a_split_head_of_another_type_is_refused(tmp_path: Path) -> None:
     of_head, _, _ = split(tmp_path, "nemotron_h")
     _, target, _ = make("qwen3_5")
     folder = tmp_path / "target"
-    with pytest.raises(ModelFolderError, match=r"'nemotron_h_mtp', and the target"):
+    with pytest.raises(ModelFolderError, match=r"'nemotron_h_mtp', but the target"):
         load_mtp_head(folder, target, split=of_head, convention=DEFAULT)
     config = json.dumps({"model_type": "qwen3_5_mtp"})
     (of_head / "config.json").write_text(config, encoding="utf-8")

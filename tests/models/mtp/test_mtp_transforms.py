@@ -268,5 +268,5 @@ def test_a_packing_that_mlx_does_not_know_is_refused(tmp_path: Path) -> None:
     tensors[f"{name}.scales"] = mx.zeros((64, 1), dtype=mx.uint8)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", tensors)
-    with pytest.raises(ModelFolderError, match="mlx does not know"):
+    with pytest.raises(ModelFolderError, match="mlx does not support"):
         load_mtp_head(tmp_path, target, convention=MtpConvention())
