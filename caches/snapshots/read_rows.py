@@ -38,8 +38,8 @@ def check_readable(cache: Any, place: int) -> None:
     names = ", ".join(kind.__name__ for kind in READABLE)
     raise UnsupportedCacheError(
         f"The drafter reads keys and values of layer {place}, but they cannot be read "
-        f"from its cache, a {type(cache).__name__}{what}. Use a {names} with keep=0, "
-        "or another drafter."
+        f"from its cache, a {type(cache).__name__}{what}. Use one of {names} with "
+        "keep=0, or another drafter."
     )
 
 

@@ -54,9 +54,9 @@ class FixedShape:
         """Check both numbers."""
         if type(self.rows) is not int or not 2 <= self.rows <= MOST_ROWS:
             raise InvalidRequestError(
-                f"A forward has {self.rows!r} rows; it has to be a whole number from 2 "
-                f"to {MOST_ROWS}: one row for the last token, the others for drafts. "
-                f"{ROWS} is usual."
+                f"The number of rows is {self.rows!r}; it has to be a whole number "
+                f"from 2 to {MOST_ROWS}: one row for the last token, the others for "
+                f"drafts. {ROWS} is usual."
             )
         if type(self.step) is not int or self.step < self.rows:
             raise InvalidRequestError(

@@ -86,7 +86,7 @@ class ReducedOutput(Observer):
                 self._blank = True
                 mx.export_to_dot(graph, self._trial(parts))
         except ValueError as error:
-            raise _refused(parts, f"with fewer, it fails: {error}.") from error
+            raise _refused(parts, f"with fewer logits it fails: {error}.") from error
         finally:
             self._blank = False
         if any(name in graph.getvalue() for name in _INDEXED):

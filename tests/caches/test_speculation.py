@@ -216,7 +216,7 @@ def test_a_fixed_shape_goes_with_no_other_way_to_write(option: str) -> None:
 def test_keeping_something_of_nothing_written_is_refused() -> None:
     with Speculation(written_pair()) as speculation:
         assert speculation.written == 0
-        with pytest.raises(InvalidRequestError, match="0 positions"):
+        with pytest.raises(InvalidRequestError, match="but 0 were written"):
             speculation.commit(1)
         speculation.commit(0)
 

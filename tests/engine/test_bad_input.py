@@ -216,7 +216,7 @@ def test_caches_of_the_wrong_number_are_refused(
     """mlx-lm zips layers with caches, so a short list runs fewer layers."""
     caches = make_prompt_cache(model)
     for wrong in (caches[:1], [*caches, KVCache()]):
-        with pytest.raises(InvalidRequestError, match=f"{len(wrong)} caches .* has 2"):
+        with pytest.raises(InvalidRequestError, match=f"{len(wrong)} caches .*needs 2"):
             generator.stream([1, 2], prompt_cache=wrong)
 
 

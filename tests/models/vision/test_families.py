@@ -83,7 +83,7 @@ def test_positions_are_passed_where_the_model_would_keep_them(name: str) -> None
         ("mllama", "cross-attention"),
         ("florence2", "encoder-decoder"),
         ("phi4mm", "audio"),
-        ("gemma3n", "place a row by how many rows come at once"),
+        ("gemma3n", "place a row by the number of rows fed at once"),
         ("nothing", "no vision model of that name"),
     ],
 )
