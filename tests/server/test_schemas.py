@@ -157,7 +157,7 @@ def test_many_such_schemas_take_turns_and_one_that_crashes_is_one_answer(
         error = request.result(60).refused(400)
         assert error["code"] == "schema_limit"
         assert error["param"] == "response_format"
-        assert "The compiler has failed on this schema" in error["message"]
+        assert "The schema cannot be compiled" in error["message"]
     assert post(server, asking(PERSON)).status == 200
     until(lambda: not compilers_of(server))
 
@@ -362,11 +362,11 @@ def test_a_child_that_ends_before_its_schema_is_no_fault_of_the_others(
 
     monkeypatch.setattr(compilers, "Template", made_without_limits)
     made = Compilers()
-    with pytest.raises(ApiError, match="The compiler has failed on this schema") as one:
+    with pytest.raises(ApiError, match="The schema cannot be compiled") as one:
         made(PERSON)
     assert one.value.status == 400
     template = made.compilers._template
-    with pytest.raises(ApiError, match="The compiler has failed on this schema"):
+    with pytest.raises(ApiError, match="The schema cannot be compiled"):
         made(PERSON)
     assert made.compilers._template is template is not None
     made.compilers.close()

@@ -62,7 +62,7 @@ class Limits:
         128, "Maximum memory of a schema, in MiB.", "schema-megabytes"
     )
     mask_seconds: float = _limit(
-        1.0, "Time for the masks of a text, beside 20 ms per token.", "mask-seconds"
+        1.0, "Time for the masks of a text, plus 20 ms per token.", "mask-seconds"
     )
 
     images: int = _limit(8, "Maximum number of images in a request.", "images", 0)
@@ -142,6 +142,6 @@ class Settings:
             )
         if 0 < self.limits.max_tokens < self.defaults.max_tokens:
             raise InvalidRequestError(
-                f"Texts have {self.defaults.max_tokens} tokens by default and "
-                f"{self.limits.max_tokens} at most. Lower the one or raise the other."
+                f"max_tokens is {self.defaults.max_tokens} by default, but limited to "
+                f"{self.limits.max_tokens}. Lower the one or raise the other."
             )

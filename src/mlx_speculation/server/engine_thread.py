@@ -119,7 +119,7 @@ class Worker:
         try:
             return self._rows[None, False]
         except KeyError as error:
-            raise unavailable(self._closed or "The engine is not there.") from error
+            raise unavailable(self._closed or "The engine is not ready.") from error
 
     def refuse(self, why: str) -> None:
         """Refuse new requests."""
@@ -134,12 +134,12 @@ class Worker:
         most = self._settings.max_rows + self._settings.limits.queue
         with self._lock:
             if not self.ready:
-                raise unavailable(self._closed or "The engine is not there.")
+                raise unavailable(self._closed or "The engine is not ready.")
             if self.taken >= most:
                 raise ApiError(
                     429,
-                    f"{self.taken} requests are not answered yet, and {most} may be "
-                    "taken. Try again later.",
+                    f"{self.taken} requests run or wait; at most {most} are allowed. "
+                    "Try again later.",
                     code="queue_full",
                     retry=True,
                 )

@@ -40,7 +40,7 @@ class BoundedProtocol(H11Protocol):
             return
         self.transport = transport
         text = (
-            f"There are {len(self.connections)} connections, and no more may be. Try "
+            f"All {len(self.connections)} connections that are allowed are in use. Try "
             "again later."
         )
         self._refuse(ApiError(503, text, code="too_many_connections", retry=True))
@@ -68,7 +68,7 @@ class BoundedProtocol(H11Protocol):
         cut_body = self._answering and self.cycle.more_body
         if cut_head or (cut_body and not self.cycle.response_started):
             part = "The head" if cut_head else "The body"
-            self._refuse(invalid(f"{part} of the request ends before it is whole."))
+            self._refuse(invalid(f"{part} of the request ends too early."))
 
     def handle_events(self) -> None:
         """Process received bytes; cancel the deadline of a complete request."""

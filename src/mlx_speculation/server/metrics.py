@@ -24,12 +24,12 @@ _SECONDS = (
 # One table for each kind of metric: full names, help texts, and labels. The methods of
 # `Metrics` take names without the prefix.
 _LEVELS = (
-    ("vllm:num_requests_running", "Rows that are decoded."),
-    ("vllm:num_requests_waiting", "Requests without a row."),
+    ("vllm:num_requests_running", "Requests that are being decoded."),
+    ("vllm:num_requests_waiting", "Requests that wait for a place in the batch."),
     ("mlx_speculation:prefix_cache_bytes", "Bytes in the prefix cache."),
     (
         "mlx_speculation:prefix_cache_restore_points",
-        "Positions where recurrent and sliding-window layers can resume.",
+        "Positions in it where recurrent and sliding-window layers can resume.",
     ),
     (
         "mlx_speculation:prefix_cache_evictions",
@@ -40,16 +40,16 @@ _LEVELS = (
 _COUNTS = (
     (
         "mlx_speculation:prompt_tokens_by_source",
-        "Tokens of prompts: reused from memory, from disk, or read.",
+        "Prompt tokens: reused from memory, reused from disk, or read.",
         "source",
     ),
-    ("vllm:prompt_tokens", "Tokens of prompts."),
-    ("vllm:generation_tokens", "Tokens of texts."),
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up."),
-    ("vllm:prefix_cache_hits", "Prompt tokens not read again."),
-    ("vllm:request_success", "Texts that have ended.", "finished_reason"),
-    ("mlx_speculation:requests_refused", "Answers that were errors.", "status"),
-    ("mlx_speculation:requests_cancelled", "Clients that went away."),
+    ("vllm:prompt_tokens", "Prompt tokens."),
+    ("vllm:generation_tokens", "Generated tokens."),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("vllm:request_success", "Generated texts that ended.", "finished_reason"),
+    ("mlx_speculation:requests_refused", "Requests that got an error.", "status"),
+    ("mlx_speculation:requests_cancelled", "Requests whose client went away."),
     ("vllm:spec_decode_num_drafts", "Rounds with drafts."),
     ("vllm:spec_decode_num_draft_tokens", "Drafted tokens."),
     ("vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens."),
@@ -61,13 +61,13 @@ _COUNTS = (
     ("mlx_speculation:drafter_faults", "Drafters that were disabled after a fault."),
     (
         "mlx_speculation:rows_alone",
-        "Rows that could not be decoded together with others.",
+        "Requests that could not be decoded together with others.",
         "reason",
     ),
 )
 _TIMES = (
-    ("vllm:time_to_first_token_seconds", "From the request to the first token."),
-    ("vllm:e2e_request_latency_seconds", "From the request to the last token."),
+    ("vllm:time_to_first_token_seconds", "Time from request to first token."),
+    ("vllm:e2e_request_latency_seconds", "Time from request to last token."),
 )
 
 

@@ -75,11 +75,11 @@ def check_framing(scope: Scope) -> None:
     if len(names) > MOST_HEADERS or size > LARGEST_HEAD:
         raise ApiError(
             431,
-            f"The head has {len(names)} headers and {size} bytes, and {MOST_HEADERS} "
-            f"headers and {LARGEST_HEAD} bytes may be.",
+            f"The head has {len(names)} headers and {size} bytes; at most "
+            f"{MOST_HEADERS} headers and {LARGEST_HEAD} bytes are allowed.",
         )
     if scope["http_version"] not in ("1.0", "1.1"):
-        raise ApiError(505, "HTTP/1.1 is spoken here.")
+        raise ApiError(505, "The server supports only HTTP/1.1 and 1.0.")
 
 
 def check_permission(headers: Headers, path: str, settings: Settings) -> None:
@@ -112,12 +112,12 @@ def check_size(headers: Headers, most: int) -> None:
     """Refuse a body whose length is missing or larger than `most` bytes."""
     given = headers.get("content-length")
     if given is None:
-        raise ApiError(411, "Content-Length is missing, and has to be sent.")
+        raise ApiError(411, "Content-Length is missing. Send it.")
     if int(given) > most:
         raise ApiError(
             413,
-            f"The body has {given} bytes, and {most} may be. Send less, or start the "
-            "server with a larger --max-body-bytes.",
+            f"The body has {given} bytes; at most {most} are allowed. Send less, or "
+            "start the server with a larger --max-body-bytes.",
             code="body_too_large",
         )
 

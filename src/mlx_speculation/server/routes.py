@@ -232,6 +232,6 @@ def _no_such_path(http: Request, allowed: str | None) -> ApiError:
     json = " with a JSON object" if allowed == "POST" else ""
     return ApiError(
         405,
-        f"{path!r} takes no {method}. Send a {allowed}{json}.",
+        f"{path!r} does not accept {method}. Send a {allowed}{json}.",
         code="no_method",
     )

@@ -146,7 +146,7 @@ def test_a_schema_that_cannot_be_used_is_refused(chat: Callable[..., Any]) -> No
     ("misplaced", "words"),
     [
         ({"schema": {"type": "object"}}, r"as response_format\.json_schema\.schema"),
-        ({"json_schema": {"type": "object"}}, r"json_schema\.schema is None"),
+        ({"json_schema": {"type": "object"}}, "json_schema must be an object"),
     ],
 )
 def test_a_misplaced_schema_is_refused_with_its_place(
@@ -272,10 +272,10 @@ def test_a_call_that_is_named_is_made(chat: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tool_choice": "required"}, "tool_choice is 'required', and the tools are: "),
+        ({"tool_choice": "required"}, "tool_choice is 'required', but the tools are: "),
         (
             {"tool_choice": "some", "tools": TOOLS},
-            "tool_choice is 'some', and the tools are",
+            "tool_choice is 'some', but the tools are",
         ),
         (
             {

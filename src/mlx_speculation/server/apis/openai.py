@@ -62,7 +62,7 @@ class ResponseFormat(StrictModel, TextFormat):
     """The format of a text; `json_schema` is an object with a schema and a name."""
 
     where: ClassVar[str] = "response_format."
-    advice: ClassVar[str] = "A schema is given as response_format.json_schema.schema."
+    advice: ClassVar[str] = "Pass a schema as response_format.json_schema.schema."
 
     @classmethod
     def check_names(cls, values: Object) -> None:
@@ -71,7 +71,7 @@ class ResponseFormat(StrictModel, TextFormat):
         super().check_names(values)
         if named is not None:
             if not isinstance(named, Mapping) or named.get("schema") is None:
-                raise ValueError("json_schema.schema is None, and has to be a schema")
+                raise ValueError("json_schema must be an object with a schema")
             values["schema"] = named["schema"]
 
 
@@ -108,8 +108,8 @@ def openai_request(
     count = body.n * max(1, len(prompts))
     if count > settings.max_rows:
         raise invalid(
-            f"{count} texts are asked for at once, and {settings.max_rows} may be. Ask "
-            "for fewer, or start the server with a larger --max-rows.",
+            f"The request asks for {count} texts at once; at most {settings.max_rows} "
+            "are allowed. Ask for fewer, or start the server with a larger --max-rows.",
             "n" if body.n > 1 else "prompt",
         )
     return generation(

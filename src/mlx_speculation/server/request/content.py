@@ -89,7 +89,7 @@ class DocumentBlock(RequestModel):
         field = {"text": "data", "content": "content"}.get(str(source.get("type")))
         values["content"] = source.get(field)
         if values["content"] is None:
-            raise ValueError("it is no plain text. PDFs and files are not taken")
+            raise ValueError("only plain text is supported, no PDFs and no files")
 
 
 class SearchBlock(RequestModel):

@@ -87,8 +87,8 @@ def _checked_url(url: str) -> SplitResult:
         raise InvalidRequestError(f"The image's URL is malformed: {error}.") from error
     if parts.scheme not in _PORTS or not named or "@" in parts.netloc:
         raise InvalidRequestError(
-            "The image's URL is not fetched: http:// or https://, a host and no user "
-            "are needed."
+            "The image's URL cannot be fetched: it must be http:// or https:// with a "
+            "host and without a user."
         )
     return parts
 
@@ -100,13 +100,13 @@ def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
         result = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise InvalidRequestError(
-            f"The image's host {host[:60]!r} is not known here."
+            f"The image's host {host[:60]!r} cannot be resolved."
         ) from error
     addresses = [ipaddress.ip_address(each[4][0]) for each in result]
     if not private and not all(is_public(each) for each in addresses):
         raise InvalidRequestError(
-            f"The image's host {host[:60]!r} is at an address that is not public, and "
-            "such are not asked. Pass it as a data URL."
+            f"The image's host {host[:60]!r} has an address that is not public, so "
+            "nothing is fetched from it. Pass the image as a data URL."
         )
     return addresses
 
@@ -188,13 +188,13 @@ def _check_head(status: int, coding: str | None) -> None:
     if coding is not None and coding.lower() != "identity":
         raise InvalidRequestError(
             f"The image's URL was answered in the encoding {coding[:20].lower()!r}, "
-            "which was not asked for."
+            "which was not requested."
         )
 
 
 def _check_size(count: int, most: int) -> None:
     if count > most:
         raise InvalidRequestError(
-            f"The image behind the URL has {count} bytes or more, and at most {most} "
-            "are read. Pass a smaller one."
+            f"The image behind the URL has {count} bytes or more; at most {most} are "
+            "allowed. Pass a smaller one."
         )

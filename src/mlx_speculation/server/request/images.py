@@ -28,14 +28,14 @@ def image_part(
     """Return an image as a part of a content; its bytes are not decoded yet."""
     if not settings.reads_images:
         raise invalid(
-            f"{where} is an image, and the model served here reads text only. Leave "
+            f"{where} is an image, but the model served here reads text only. Leave "
             "images out, or serve a vision model.",
             where,
         )
     if count >= settings.limits.images:
         raise invalid(
-            f"A request may have {settings.limits.images} images. Send fewer, or start "
-            "the server with a larger --max-images.",
+            f"A request may have at most {settings.limits.images} images. Send fewer, "
+            "or start the server with a larger --max-images.",
             "messages",
         )
     return {"type": "image", "data": _bytes_of(url, where, settings)}
@@ -81,9 +81,9 @@ def _read(url: str, where: str, settings: Settings) -> bytes:
         if folder is not None:
             known.append("a file:// URL under the allowed folder")
         if settings.fetch_images:
-            known.append("one of http:// or https://")
+            known.append("an http:// or https:// URL")
         raise invalid(
-            f"{where} is {url[:60]!r}, which is not opened. It has to be "
+            f"{where} is {url[:60]!r}, which is not allowed. It must be "
             f"{', or '.join(known)}.",
             where,
         )
@@ -96,5 +96,5 @@ def _read(url: str, where: str, settings: Settings) -> bytes:
                 return file.read(settings.limits.image_bytes + 1)
     except (OSError, ValueError, RuntimeError) as error:
         raise invalid(f"{where} names a file that cannot be read.", where) from error
-    kind = "no file of" if inside else "a file outside of"
+    kind = "no file in" if inside else "a file outside of"
     raise invalid(f"{where} names {kind} the allowed folder.", where)

@@ -31,13 +31,13 @@ SMALLEST_DIVISOR = 0.01
 
 def _token_id(name: str) -> int:
     if not (name.isascii() and name.isdigit() and len(name) < 10):
-        raise ValueError("token ids as names are needed")
+        raise ValueError("names must be token ids")
     return int(name)
 
 
 def _divisor(value: float) -> float:
     if 0 < value < SMALLEST_DIVISOR:
-        raise ValueError(f"0 or at least {SMALLEST_DIVISOR:g} is needed")
+        raise ValueError(f"it must be 0 or at least {SMALLEST_DIVISOR:g}")
     return value
 
 
@@ -46,7 +46,7 @@ def _stops(given: str | list[str]) -> list[str]:
     longest = max(map(len, texts), default=0)
     if not all(texts) or len(texts) > MOST_STOPS or longest > LONGEST_STOP:
         raise ValueError(
-            f"{MOST_STOPS} texts of up to {LONGEST_STOP} characters may be, none empty"
+            f"up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters are allowed"
         )
     return texts
 
@@ -54,7 +54,7 @@ def _stops(given: str | list[str]) -> list[str]:
 def _small(schema: Object) -> Object:
     size = len(json.dumps(schema))
     if size > LARGEST_SCHEMA:
-        raise ValueError(f"it has {size} characters, and {LARGEST_SCHEMA} may be")
+        raise ValueError(f"{size} characters; at most {LARGEST_SCHEMA} are allowed")
     return schema
 
 
@@ -122,7 +122,7 @@ class TextFormat(RequestModel):
     @model_validator(mode="after")
     def _has_schema(self) -> "TextFormat":
         if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("a JSON schema is needed")
+            raise ValueError("type 'json_schema' needs a schema")
         return self
 
     @property
@@ -212,7 +212,7 @@ def _check_model(body: TextOptions, settings: Settings) -> None:
     if not body.any_model and name not in (None, "default_model", *settings.names):
         raise ApiError(
             404,
-            f"The model {str(name)[:200]!r} is not served here. There is "
+            f"The model {str(name)[:200]!r} is not served here. This server has "
             f"{settings.names[0]!r}.",
             param="model",
             code="model_not_found",
@@ -234,8 +234,8 @@ def _at_most(value: int | None, most: int, field: str, option: str) -> None:
     """Raise if a number is above the server's limit `most`; 0: no limit."""
     if value is not None and most and value > most:
         raise invalid(
-            f"{field} is {short(value)}, and {most} may be. Ask for less, or start the "
-            f"server with a larger --{option}.",
+            f"{field} is {short(value)}; at most {most} is allowed. Ask for less, or "
+            f"start the server with a larger --{option}.",
             field,
         )
 
@@ -255,7 +255,7 @@ def _drafts(
     name = given.draft
     if name is not None and name not in names:
         raise invalid(
-            f"speculative.draft is {name[:200]!r}, and there is "
+            f"speculative.draft is {name[:200]!r}, but this server has "
             f"{' and '.join(repr(one) for one in dict.fromkeys(names))}.",
             "speculative.draft",
         )

@@ -139,7 +139,7 @@ class Toolbox:
         names = ", ".join(map(repr, functions)) or "none"
         more = f" ({', '.join(map(repr, self._passed_over))}: not run here)"
         return invalid(
-            f"tool_choice is {name[:200]!r}, and the tools are: {names}"
+            f"tool_choice is {name[:200]!r}, but the tools are: {names}"
             f"{more if self._passed_over else ''}.",
             "tool_choice",
         )
@@ -149,7 +149,7 @@ class Toolbox:
             self._passed_over.append(tool.name or tool.type)
             return
         if not tool.name:
-            raise invalid(f"{where} is no function with a name.", where)
+            raise invalid(f"{where} is a function without a name.", where)
         custom = tool.type == "custom" and tool.parameters is None
         name = flat(tool.name, namespace)
         fields: Object = {"name": name, "description": tool.description}

@@ -285,9 +285,9 @@ class SchemaCompilers:
         else:
             LOG.error("the compiler of a schema has ended with status %d", status)
             said = (
-                "The compiler has failed on this schema, as it may where memory is "
-                f"short ({limits.schema_megabytes} MiB, --max-schema-megabytes). "
-                "Simplify it."
+                "The schema cannot be compiled; the compiler may have run out of "
+                f"memory ({limits.schema_megabytes} MiB, --max-schema-megabytes). "
+                "Simplify the schema."
             )
         return invalid(said, FIELD, code="schema_limit")
 

@@ -113,7 +113,7 @@ class SchemaState:
         mask = self._mask
         if not (0 <= token < len(mask) and mask[token]):
             raise ConstraintError(
-                f"Token {token} is not allowed here, and {int(mask.sum())} of the "
+                f"Token {token} is not allowed here; only {int(mask.sum())} of the "
                 f"tokenizer's {len(mask)} ids are. Take one that allowed() names."
             )
         path = (*self._path, token)
