@@ -116,9 +116,9 @@ def main() -> None:
     """Replay the sessions that the command line names, and the edits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sessions", type=Path, help="JSON lines, .gz or not")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="its folder")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="a folder")
     parser.add_argument("--wheels", type=Path, help="a folder to keep the releases in")
-    parser.add_argument("--no-edits", action="store_true", help="sessions alone")
+    parser.add_argument("--no-edits", action="store_true", help="sessions only")
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.tokenizer)
     sessions = read_sessions(options.sessions, tokenizer)

@@ -57,7 +57,7 @@ def draft_length(
         ),
     ] = None,
     machine: Annotated[
-        Machine, typer.Option("--machine", help="Whose costs a replay has.")
+        Machine, typer.Option("--machine", help="Machine whose costs a replay uses.")
     ] = "cpu",
     blas: opt.Blas = "auto",
     json_file: opt.Json = None,

@@ -45,7 +45,7 @@ def memory(
             report.add(**measure(name, draft_model, prompt, rounds, draft_length))
     over = [row["target"] for row in report.rows if row["peak"] > row["allowed"]]
     if over:
-        raise SystemExit(f"above the bound: {', '.join(over)}")
+        raise SystemExit(f"peak memory above the bound: {', '.join(over)}")
 
 
 def measure(

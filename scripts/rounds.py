@@ -61,14 +61,14 @@ def rounds_(
     draft_length: opt.Lengths = None,
     prompt: Annotated[
         list[int] | None,
-        typer.Option("--context", min=16, help="Tokens; by default 256."),
+        typer.Option("--context", min=16, help="Prompt tokens; by default 256."),
     ] = None,
     repeats: opt.Repeats = 9,
-    rounds: Annotated[int, typer.Option(min=1, help="In each repeat.")] = 10,
-    forwards: Annotated[int, typer.Option(min=2, help="In each repeat.")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help="Per repeat.")] = 10,
+    forwards: Annotated[int, typer.Option(min=2, help="Per repeat.")] = 12,
     processor_time: Annotated[
         bool,
-        typer.Option(help="Count it, and not the wall's; for OPENBLAS_NUM_THREADS=1."),
+        typer.Option(help="Measure it, not wall time; for OPENBLAS_NUM_THREADS=1."),
     ] = False,
     blas: opt.Blas = "auto",
     json_file: opt.Json = None,

@@ -40,9 +40,9 @@ def server(
     target: opt.Target = "dense",
     draft_model: opt.DraftModel = "draft",
     clients: Annotated[
-        list[int] | None, typer.Option(min=1, help="By default 1, 4 and 8.")
+        list[int] | None, typer.Option(min=1, help="Clients; by default 1, 4 and 8.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Of each pass.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per pass.")] = 16,
     tokens: opt.Tokens = 64,
     repeats: opt.Repeats = 4,
     temperature: opt.Temperature = 0.0,

@@ -47,13 +47,13 @@ def spec_bench(
     draft: opt.Drafts = None,
     draft_length: opt.Lengths = None,
     mlx_lm_length: Annotated[
-        list[int] | None, typer.Option(min=1, help="Of mlx-lm's own speculation.")
+        list[int] | None, typer.Option(min=1, help="Lengths of mlx-lm's own drafts.")
     ] = None,
     group: Annotated[
-        list[str] | None, typer.Option(help="Of the prompts; by default all.")
+        list[str] | None, typer.Option(help="Groups of prompts; by default all.")
     ] = None,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="Of each group; of a file, all.")
+        int | None, typer.Option(min=1, help="Per group; by default 4, of a file all.")
     ] = None,
     temperature: opt.Temperature = 0.0,
     tokens: opt.Tokens = 144,

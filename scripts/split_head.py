@@ -71,14 +71,14 @@ def split_head(folder: Path, out: Path) -> Split:
     family = family_of(module)
     if family is None:
         raise ModelFolderError(
-            f"{str(folder)!r} is a {module}, of no family whose MTP heads are known."
+            f"{str(folder)!r} is a {module}; MTP heads of this family are not known."
         )
     files = find_head(folder, config, family, trunk)
     norms = FoundHead(folder, config, family, trunk, files).norms
     if not files.in_shards:
         raise ModelFolderError(
-            f"The head of {str(folder)!r} is in {files.source} already, and in the "
-            "shards it would have to be. There is nothing to do."
+            f"The head of {str(folder)!r} is already in {files.source}, outside of "
+            "the shards. There is nothing to do."
         )
     if out.exists():
         raise ModelFolderError(

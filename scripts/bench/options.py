@@ -29,7 +29,7 @@ Targets = Annotated[
 ]
 Target = Annotated[str, typer.Option(help="dense, sliding, hybrid, or a folder.")]
 DraftModel = Annotated[
-    str, typer.Option(help='The folder of the draft "model"; by default the bundled.')
+    str, typer.Option(help='Folder of the draft "model"; by default the bundled one.')
 ]
 Drafts = Annotated[
     list[str] | None,
@@ -50,13 +50,13 @@ Groups = Annotated[
     ),
 ]
 Temperature = Annotated[float, typer.Option(min=0.0)]
-Tokens = Annotated[int, typer.Option(min=1, help="Of each text, at most.")]
-Prompts = Annotated[int, typer.Option(min=1, help="Of each group.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Maximum length of each text.")]
+Prompts = Annotated[int, typer.Option(min=1, help="Prompts of each group.")]
 Repeats = Annotated[int, typer.Option(min=1)]
 Seed = Annotated[int, typer.Option(min=0)]
-Blas = Annotated[BlasName, typer.Option(help="What multiplies float32 on a Linux CPU.")]
+Blas = Annotated[BlasName, typer.Option(help="BLAS for float32 on a Linux CPU.")]
 Json = Annotated[
-    Path | None, typer.Option("--json", help="Write the JSON object here too.")
+    Path | None, typer.Option("--json", help="File for the JSON object, too.")
 ]
 
 
