@@ -79,9 +79,9 @@ def test_nesting_is_read_as_far_as_is_said() -> None:
     [
         ('{"a": 1, "a": 2}', "unique_keys", "has the key 'a' twice"),
         ('[{"b": {"a": 1, "a": 1}}]', "unique_keys", "has the key 'a' twice"),
-        ("NaN", "finite", "no number of JSON"),
-        ("[-Infinity]", "finite", "no number of JSON"),
-        ('{"a": Infinity}', "finite", "no number of JSON"),
+        ("NaN", "finite", "not a JSON number"),
+        ("[-Infinity]", "finite", "not a JSON number"),
+        ('{"a": Infinity}', "finite", "not a JSON number"),
     ],
 )
 def test_what_python_reads_is_refused_where_it_shall_be(

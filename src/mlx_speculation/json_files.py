@@ -43,9 +43,7 @@ def parse_json(
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
         if deeper_than(deepest, text):
-            raise JsonFlawError(
-                f"is nested too deep to be read, more than {deepest} levels"
-            )
+            raise JsonFlawError(f"is nested too deeply: more than {deepest} levels")
         return json.loads(
             text,
             object_pairs_hook=_unique if unique_keys else None,
@@ -54,7 +52,8 @@ def parse_json(
     except JsonFlawError:
         raise
     except RecursionError as error:  # the caller has used up most of the stack
-        raise JsonFlawError("is nested too deep to be read from here") from error
+        said = "is nested too deeply for the Python stack that is left"
+        raise JsonFlawError(said) from error
     except ValueError as error:
         raise JsonFlawError(f"is not JSON ({_short(str(error))})") from error
 
@@ -73,7 +72,7 @@ def load_json(file: Path, *, most: int = LARGEST, unique_keys: bool = False) -> 
     """
     try:
         if not stat.S_ISREG(file.stat().st_mode):
-            raise JsonFlawError("is a folder or a device, and a file is needed")
+            raise JsonFlawError("is a folder or a device, not a regular file")
         with file.open("rb") as opened:
             text = opened.read(most + 1)
     except JsonFlawError:
@@ -135,7 +134,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> None:
-    raise JsonFlawError(f"holds {name}, which is no number of JSON")
+    raise JsonFlawError(f"holds {name}, which is not a JSON number")
 
 
 def _short(text: str) -> str:

@@ -48,7 +48,7 @@ class MeasuredFile:
                 return None
             content = load_json(self.path)
             if {name: content[name] for name in self._head} != self._head:
-                raise ValueError("it is of another version, machine or model")
+                raise ValueError("it is for another version, machine or model")
             return parse(content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._warn(f"{self.path} cannot be used ({error}). {self._lost}")
@@ -63,7 +63,7 @@ class MeasuredFile:
         except OSError as error:
             self._warn(
                 f"{self.path} cannot be written ({error}). {self._lost} "
-                "MLX_SPECULATION_CACHE names another folder."
+                "Set MLX_SPECULATION_CACHE to another folder."
             )
             self.path = None
 

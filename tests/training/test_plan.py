@@ -163,7 +163,7 @@ def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
     assert record["steps"]["taken"] > 0
     assert record["best"]["step"] > 0
     assert (out / "model.safetensors").is_file()
-    assert any(line.startswith("made smaller for 0.15 minutes") for line in said)
+    assert any(line.startswith("reduced to fit into 0.15 minutes") for line in said)
 
 
 @pytest.mark.openblas

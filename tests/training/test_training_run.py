@@ -185,7 +185,7 @@ def test_options_of_another_kind_are_refused() -> None:
     ]
     for options in wrong:
         name = list(options)[-1]
-        with pytest.raises(InvalidRequestError, match=rf"{name} is \d, and kind is"):
+        with pytest.raises(InvalidRequestError, match=rf"{name} is \d, but kind is"):
             TrainOptions(**options).check()
     assert TrainOptions(kind="dflash").unrolled == 7
     assert TrainOptions(kind="dspark", block=6).unrolled == 6
@@ -209,7 +209,7 @@ def test_other_options_are_refused(
 
 def test_a_folder_of_something_else_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("Dear reader")
-    with pytest.raises(InvalidRequestError, match=r"'letter.txt' and no training"):
+    with pytest.raises(InvalidRequestError, match=r"'letter.txt', but no training"):
         train(target, tmp_path, OPTIONS)
     with pytest.raises(InvalidRequestError, match="is a file"):
         train(target, tmp_path / "letter.txt", OPTIONS)
@@ -293,7 +293,7 @@ def test_each_depth_is_computed_again_where_memory_is_short(
     assert (plain, again) == (False, True)
     assert least < most
     monkeypatch.setattr(training_run, "memory_limit", lambda _: nullcontext())
-    with pytest.raises(InvalidRequestError, match=r"needs about .* GB, and 0\.0 GB"):
+    with pytest.raises(InvalidRequestError, match=r"needs about .* but only 0\.0 GB"):
         train(target, tmp_path / "head", replace(small, memory_gb=1e-6))
 
 

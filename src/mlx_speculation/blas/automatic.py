@@ -46,7 +46,7 @@ def say_that_mlx_came_first() -> None:
         f"mlx was imported before mlx_speculation, so it has the {blas_in_use()}: on "
         "this CPU decoding in float32 takes 2 to 6 times as long as with OpenBLAS, and "
         "drafts do not pay. Import mlx_speculation before mlx and mlx_lm; or set "
-        f"{VARIABLE}=stock to keep this BLAS and not to read this.",
+        f"{VARIABLE}=stock to keep this BLAS without this warning.",
         BlasNotice,
         frame.f_code.co_filename,
         frame.f_lineno,

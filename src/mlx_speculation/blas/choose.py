@@ -170,7 +170,7 @@ def _use_openblas(*, required: bool) -> BlasChoice:
                 _load(str(copy))
             return BlasChoice("openblas", blas_in_use())
         except (BlasError, OSError) as error:
-            why = f"; that of {WHEEL} is left: {error}"
+            why = f"; that of {WHEEL} cannot be used: {error}"
     try:
         _load(_LIBRARY)
     except OSError as error:

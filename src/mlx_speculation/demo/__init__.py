@@ -58,9 +58,9 @@ def demo_models() -> dict[str, Path]:
     if missing:
         raise DemoModelsMissingError(
             f"Of the {len(folders)} demonstration models, {len(missing)} are not in "
-            f"{_FOLDER}: {', '.join(missing)}. They are 47 MB, and in the repository "
-            f"alone: {_CLONE}, and in its folder make demo, or pip install -e . into "
-            "this environment."
+            f"{_FOLDER}: {', '.join(missing)}. They have 47 MB and are only in the "
+            f"repository. Run {_CLONE}, and in its folder make demo, or pip install "
+            "-e . into this environment."
         )
     return folders
 

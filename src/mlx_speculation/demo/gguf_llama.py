@@ -51,7 +51,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     if kind != ("llama", "gpt2"):
         raise ModelFolderError(
             f"{str(file)!r} is of architecture {kind[0]!r} with a tokenizer "
-            f"{kind[1]!r}, and 'llama' with 'gpt2' is read."
+            f"{kind[1]!r}; only 'llama' with 'gpt2' is supported."
         )
     config = _config(said, tied="output.weight" not in tensors)
     weights = _weights(tensors, config)

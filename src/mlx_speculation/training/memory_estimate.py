@@ -74,8 +74,8 @@ def choose_checkpoint(
         if needed <= most:
             return checkpoint, needed
     raise InvalidRequestError(
-        f"The training needs about {needed / _GB:.1f} GB, and {most / _GB:.1f} GB of "
-        "memory can be used here. Take fewer --rows with --accumulate, "
+        f"The training needs about {needed / _GB:.1f} GB of memory, but only "
+        f"{most / _GB:.1f} GB can be used here. Take fewer --rows with --accumulate, "
         "shorter --slots, a smaller --draft-vocab, or fewer --depths."
     )
 

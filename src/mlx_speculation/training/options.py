@@ -40,8 +40,8 @@ class TrainOptions:
     )
     draft_model: Path | None = option(
         None,
-        "Of kind 'draft': folder of the small model, or one with its config.json "
-        "alone, which begins with random weights.",
+        "For kind 'draft': folder of the small model. If it holds only a config.json, "
+        "the model begins with random weights.",
     )
     prompts: Path | None = option(
         None,
@@ -59,9 +59,9 @@ class TrainOptions:
     )
     data: list[Path] | None = option(
         None,
-        "File of the token ids that the target has written; it is extended. "
-        "Repeatable: further ones, of other runs, are read too. Default: in the folder "
-        "of the draft.",
+        "File for the token ids that the target writes; an existing file is extended. "
+        "Repeatable: further files, of other runs, are read too. Default: a file in "
+        "the folder of the draft.",
         panel=DATA,
     )
     data_only: bool = option(
@@ -88,8 +88,8 @@ class TrainOptions:
     minutes: float | None = option(
         None,
         "Time for everything. Steps and dialogues are timed first, and made smaller "
-        "or fewer where they would take longer; it is refused where not one step "
-        "fits. With --steps the training stops, and the same command resumes it.",
+        "or fewer if they would take longer; if not one step fits, the training is "
+        "refused. With --steps it stops in time, and the same command resumes it.",
         panel=LENGTH,
         min=0.0,
     )
@@ -98,20 +98,20 @@ class TrainOptions:
     accumulate: int = option(1, "Batches whose gradients are added up.", min=1)
     depths: int | None = option(
         None,
-        "Tokens drafted in training. Default: 6, and 3 of an MTP head. Drafters of "
-        "blocks draft a block.",
+        "Tokens drafted in training. Default: 6, or 3 for an MTP head. Not for "
+        "drafters of blocks, which draft a block.",
         min=1,
     )
     block: int | None = option(
         None,
-        "Tokens of a block of a DFlash or DSpark drafter, the known one included. "
-        "Default: 8.",
+        "Tokens of a block of a DFlash or DSpark drafter, with the known token that "
+        "begins it. Default: 8.",
         min=2,
     )
     anchors: int | None = option(
         None,
-        "Blocks of a row, of a drafter of blocks: they begin at places that each pass "
-        "draws anew. Default: 128.",
+        "For a drafter of blocks: number of blocks in a row, which begin at random "
+        "places, new ones in each pass. Default: 128.",
         min=1,
     )
     draft_layers: int | None = option(
@@ -119,42 +119,42 @@ class TrainOptions:
     )
     markov_rank: int | None = option(
         None,
-        "Of a DSpark drafter: numbers of a token that bear upon the next one. "
-        "Default: 64.",
+        "For a DSpark drafter: rank of its Markov head, by which a token changes the "
+        "logits of the next one. Default: 64.",
         min=1,
     )
     rate: float | None = option(
         None, "Highest learning rate. Default: by kind and hidden size."
     )
-    weight_decay: float = option(0.1, "Of matrices.", min=0.0)
+    weight_decay: float = option(0.1, "Weight decay of matrices.", min=0.0)
     warmup: int = option(100, "Steps of warm-up, at most a tenth of all.", min=0)
     draft_vocab: int | None = option(
         None,
-        "Token ids that a new head drafts from; 0: all. Default: 16384 of an EAGLE-3 "
-        "head; all, by the target's own output, of a drafter of blocks.",
+        "Number of token ids that a new head can draft; 0: all. Default: 16384 for an "
+        "EAGLE-3 head; all, with the target's output layer, for a drafter of blocks.",
         min=0,
     )
     layers: list[int] | None = option(
         None,
         "Layer of the target, from 0, whose output a new head reads. Repeatable. "
-        "Default: the second, a middle and a late one; five of a drafter of blocks.",
+        "Default: the second, a middle and a late one; five for a drafter of blocks.",
     )
     checkpoint: bool = option(
         False,
-        "Compute each depth again for its gradients, which saves memory, also where "
-        "the memory would be enough without.",
+        "Save memory: compute each depth again for its gradients, even if the memory "
+        "would be enough without.",
     )
     memory_gb: float | None = option(
         None,
-        "Most memory to use, in GB, where others use the same machine or GPU. Default: "
-        "as mlx does, nearly all.",
+        "Maximum memory to use, in GB, if others use the same machine or GPU. Default: "
+        "nearly all, as in mlx.",
         min=0.0,
     )
     seed: int = option(0, "Seed of data, weights and order.")
     patience: int = option(
-        5, "Evaluations without gain that end it; 0: never.", panel=LENGTH, min=0
+        5, "End after so many evaluations without gain; 0: never.", panel=LENGTH, min=0
     )
-    evaluations: int = option(20, "How often it is evaluated.", panel=LENGTH, min=1)
+    evaluations: int = option(20, "Number of evaluations.", panel=LENGTH, min=1)
     bits: int | None = option(
         None, "Store the draft in 4 or 8 bits; only mlx reads it then.", panel=LENGTH
     )
@@ -177,18 +177,18 @@ class TrainOptions:
             )
         if (self.draft_model is None) == (self.kind == "draft"):
             raise InvalidRequestError(
-                f"kind is {self.kind!r} and draft_model {self.draft_model}, and the "
-                "kind 'draft' takes one, the others none."
+                f"kind is {self.kind!r} and draft_model is {self.draft_model}; kind "
+                "'draft' needs a draft_model, and no other kind has one."
             )
         self._check_blocks()
         if self.bits not in (None, 4, 8):
-            raise InvalidRequestError(f"bits is {self.bits}, and 4 or 8 are known.")
+            raise InvalidRequestError(f"bits is {self.bits}; it must be 4 or 8.")
         if self.rate is not None and not self.rate > 0:
-            raise InvalidRequestError(f"rate is {self.rate}, and it is above 0.")
+            raise InvalidRequestError(f"rate is {self.rate}; it must be above 0.")
         if self.prompts is None and self.own_prompts not in (None, 1.0):
             raise InvalidRequestError(
-                f"own_prompts is {self.own_prompts}, and there is no file for the "
-                "others. Pass prompts, or leave it out."
+                f"own_prompts is {self.own_prompts}, but there is no file for the "
+                "other prompts. Pass prompts, or leave own_prompts out."
             )
 
     def _check_blocks(self) -> None:
@@ -203,8 +203,8 @@ class TrainOptions:
         for name, refused in wrong.items():
             if refused and getattr(self, name) is not None:
                 raise InvalidRequestError(
-                    f"{name} is {getattr(self, name)}, and kind is {self.kind!r}, "
-                    "which has none. Leave it out."
+                    f"{name} is {getattr(self, name)}, but kind is {self.kind!r}, "
+                    f"which has no such option. Leave {name} out."
                 )
 
     @property

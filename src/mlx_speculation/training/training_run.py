@@ -140,7 +140,7 @@ def check_folder(out: Path) -> None:
     present = sorted(each.name for each in out.iterdir())
     if present and RUN not in present and RECORD not in present:
         raise InvalidRequestError(
-            f"{str(out)!r} holds {present[0]!r} and no training. Name a new folder."
+            f"{str(out)!r} holds {present[0]!r}, but no training. Name a new folder."
         )
 
 
@@ -249,7 +249,7 @@ class Run:
         sizes = self.schedule.fit(options, rates)
         if sizes:
             made = ", ".join(f"{name} {value}" for name, value in sizes.items())
-            self.reports.say(f"made smaller for {options.minutes:g} minutes: {made}")
+            self.reports.say(f"reduced to fit into {options.minutes:g} minutes: {made}")
         mx.clear_cache()
         return sizes
 
@@ -315,8 +315,8 @@ class Run:
         else:
             load_state(state, trainee.module, optimizer)
         self.reports.say(
-            f"{progress.steps} steps of {options.rows * options.accumulate} "
-            f"rows of {options.slots}, {progress.step} of them taken; "
+            f"{progress.steps} steps, {progress.step} of them taken, of "
+            f"{options.rows * options.accumulate} rows of {options.slots} slots; "
             f"{len(learned)} dialogues, {batches.per_pass} batches a pass"
         )
         # A prompt and its answer can be longer than the slots.

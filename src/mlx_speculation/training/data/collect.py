@@ -73,8 +73,8 @@ class Collector:
             fruitless = 0 if more else fruitless + 1
             if fruitless == _FRUITLESS:
                 raise InvalidRequestError(
-                    f"The target wrote {fruitless * count} prompts, and none of them "
-                    "has a few tokens. Pass a file of prompts."
+                    f"The target wrote {fruitless * count} prompts, but all of them "
+                    "are too short. Pass a file of prompts."
                 )
 
     def _next(self, dialogues: Dialogues) -> tuple[float | None, int]:

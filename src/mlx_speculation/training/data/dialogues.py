@@ -85,7 +85,7 @@ class Dialogues:
         if said.get("target") != target:
             raise InvalidRequestError(
                 f"The dialogues in {str(file)!r} were written by another target, "
-                f"{said.get('target')!r}, and this one is {target!r}. Name another "
+                f"{said.get('target')!r}; this target is {target!r}. Name another "
                 "file."
             )
         return cls(

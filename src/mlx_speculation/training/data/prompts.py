@@ -56,8 +56,8 @@ def _messages(line: str, where: str) -> Messages:
         if None not in made and any(each["role"] == "user" for each in kept):
             return kept
     raise InvalidRequestError(
-        f"{where} is no prompt: a string, or an object with 'messages', 'turns', "
-        "'prompt' or 'text' is needed, and a user's message in it."
+        f"{where} is no prompt. It must be a string, or an object with 'messages', "
+        "'turns', 'prompt' or 'text' that holds a user's message."
     )
 
 

@@ -59,8 +59,8 @@ class MtpTrainee(Trainee):
         for cache in caches:
             if not isinstance(cache, KVCache | RotatingKVCache):
                 raise UnsupportedModelError(
-                    f"The MTP head keeps a {type(cache).__name__}, and heads with a KV "
-                    "cache can be trained. Train an EAGLE-3 head instead."
+                    f"The MTP head keeps a {type(cache).__name__}, but only heads with "
+                    "KV caches can be trained. Train an EAGLE-3 head instead."
                 )
         before = head.convention.hidden == "before_norm"
         self.taps = HiddenStates(model, before_norm=before, after_norm=not before)

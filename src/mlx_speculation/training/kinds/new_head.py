@@ -45,7 +45,7 @@ class NewHead(Trainee):
         self.layers = tuple(sorted(layers))
         if len(set(layers)) < len(layers) or not layers:
             raise InvalidRequestError(
-                f"layers are {list(layers)}, and different ones are needed."
+                f"layers is {list(layers)}; it must name 1 or more different layers."
             )
         self.taps: HiddenStates = HiddenStates(
             model, layers=self.layers, after_norm=after_norm
