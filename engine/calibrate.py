@@ -78,13 +78,12 @@ def calibrate_batches(
     _check(generator, contexts)
     if generator.ranks > 1:
         raise InvalidRequestError(
-            f"Rounds of a batch were to be measured, and the target is on "
-            f"{generator.ranks} ranks, which generate one text at a time. Use "
-            "calibrate()."
+            f"Rounds of a batch cannot be measured on the {generator.ranks} ranks of "
+            "this target, which generate one text at a time. Use calibrate()."
         )
     if not rows or any(count < 1 for count in rows):
         raise InvalidRequestError(
-            f"rows is {list(rows)}, and at least one number of rows from 1 is needed."
+            f"rows is {list(rows)}; it must hold numbers from 1, and at least one."
         )
     cases = [(count, n) for count in sorted(set(rows)) for n in sorted(contexts)]
     return _measured(generator, start, cases, progress)
@@ -94,22 +93,21 @@ def _check(generator: StreamSource, contexts: Sequence[int]) -> None:
     """Refuse a calibration without a draft, or at impossible context lengths."""
     if generator.draft is None:
         raise InvalidRequestError(
-            "The generator has no draft, and there is nothing to calibrate. Pass "
+            "The generator has no draft, so there is nothing to calibrate. Pass "
             "one as draft=..."
         )
     if not contexts or any(context < 1 for context in contexts):
         raise InvalidRequestError(
-            f"contexts is {list(contexts)}, and at least one number of tokens from "
-            "1 is needed."
+            f"contexts is {list(contexts)}; it must hold numbers of tokens from 1, "
+            "and at least one."
         )
     positions = position_table(generator.model)
     tokens = most_tokens(generator.lengths.longest)
     if positions is not None and max(contexts) + tokens > positions:
         raise InvalidRequestError(
-            f"The rounds of a calibration may write {tokens} tokens behind a "
-            f"context of {max(contexts)}, and the target has a table of "
-            f"{positions} positions. Measure at {max(0, positions - tokens)} "
-            "tokens at most."
+            f"A calibration may write {tokens} tokens after a context of "
+            f"{max(contexts)} tokens, but the target has only {positions} "
+            f"positions. Measure at {max(0, positions - tokens)} tokens at most."
         )
 
 
@@ -165,8 +163,8 @@ def _run_batch(
     alone = reason_alone(streams[0], model, {})
     if alone is not None:
         raise InvalidRequestError(
-            f"Rounds of {count} rows were to be measured, and rows of this target run "
-            f"alone: {alone}. Use calibrate(), which measures rows that run alone."
+            f"Rounds of {count} rows cannot be measured, because each row runs alone: "
+            f"{alone}. Use calibrate(), which measures rows that run alone."
         )
     try:
         for row in rows:

@@ -197,9 +197,9 @@ def _hooked(config: GeneratorConfig, options: DraftOptions) -> GeneratorConfig:
 def _pauses(models: SequenceOf[nn.Module], longest: int | None) -> list[str]:
     """Show and return a notice on each draft model with too short a position table."""
     said = [
-        f"The draft has a table of {count} positions, and the target "
-        + (f"goes on to {longest}" if longest else "may go on")
-        + ": longer texts are decoded without it."
+        f"The draft has only {count} positions, and the target "
+        + (f"has {longest}" if longest else "may have more")
+        + ": longer texts are decoded without the draft."
         for each in models
         if (count := position_table(each)) and (longest is None or longest > count)
     ]
@@ -220,8 +220,8 @@ def _vocabulary(ids: Any, draft: Draft | None, target: TargetInfo) -> list[int] 
     if not any(member.reducible for member in members_of(draft)):
         kind = "None" if draft is None else f"of kind {draft.kind!r}"
         raise InvalidRequestError(
-            f"draft_vocabulary was passed, and the draft is {kind}, without a model "
-            "or an MTP head to reduce. Leave it out."
+            f"draft_vocabulary reduces a draft model or an MTP head, but the draft is "
+            f"{kind}. Leave draft_vocabulary out."
         )
     return result
 

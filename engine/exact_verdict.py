@@ -60,9 +60,9 @@ def check_verdict(model: nn.Module, shape: FixedShape) -> None:
     result = read_verdict(model, shape)
     if result is not None and not result.same:
         raise InvalidRequestError(
-            f"exact={shape.rows} was passed, and mlx-speculation check --exact "
-            f"{shape.rows} has found of this model, on this machine: {result}. Leave "
-            "exact out, or check another number of rows."
+            f"exact={shape.rows} does not hold for this model on this machine: "
+            f"mlx-speculation check --exact {shape.rows} has found that {result}. "
+            "Leave exact out, or check another number of rows."
         )
 
 
@@ -73,5 +73,5 @@ def _file(model: nn.Module, shape: FixedShape) -> MeasuredFile:
         "rows": shape.rows,
         "step": shape.step,
     }
-    lost = "mlx-speculation check --exact finds it again."
+    lost = "Run mlx-speculation check --exact again."
     return MeasuredFile("exact", _VERSION, key, lost)

@@ -163,6 +163,6 @@ def check_prompt(
         raise InvalidRequestError(
             f"The prompt has {tokens} tokens, whose caches need {total} (rows {of[0]}, "
             f"windows and states {of[1]}; in the prefix cache rows {of[2]}, restore "
-            f"points {of[3]}), and {there} are free. Shorten it, or make the prefix "
-            "cache smaller."
+            f"points {of[3]}), but only {there} are free. Shorten the prompt, or make "
+            "the prefix cache smaller."
         )

@@ -74,9 +74,8 @@ class Prompts:
         count = sequence.start + len(sequence.tokens)
         if count > self.positions:
             raise InvalidRequestError(
-                f"The prompt has {count} tokens, and the model a table of "
-                f"{self.positions} positions, which no forward may leave. Shorten the "
-                "prompt."
+                f"The prompt has {count} tokens, but the model has only "
+                f"{self.positions} positions. Shorten the prompt."
             )
         return min(max_tokens, self.positions - count)
 
@@ -149,7 +148,7 @@ class Prompts:
         for each in messages:
             if not isinstance(each, Mapping) or "role" not in each:
                 raise InvalidRequestError(
-                    f"One of {len(messages)} messages is {each!r}. Each is a "
+                    f"One of {len(messages)} messages is {each!r}. Each must be a "
                     "dictionary with a role and a content."
                 )
         if not self.tokenizer.has_chat_template:
@@ -176,9 +175,9 @@ class Prompts:
             return  # `fitting` refuses a longer prompt
         if self.context_length is not None and count > self.context_length:
             warnings.warn(
-                f"The prompt has {count} tokens, and the model was made for "
-                f"{self.context_length} (by its config): the text may be nonsense. "
-                "Shorten the prompt, or scale the rotations.",
+                f"The prompt has {count} tokens, but the model was made for at most "
+                f"{self.context_length}, by its config: the text may be nonsense. "
+                "Shorten the prompt, or scale the rotary embeddings.",
                 ContextLengthNotice,
                 stacklevel=5,
             )
@@ -190,12 +189,12 @@ class Prompts:
             tokens = [operator.index(token) for token in plain]
         except TypeError as error:
             raise InvalidRequestError(
-                f"Token ids are whole numbers in one dimension, and these are {ids!r}."
+                f"Token ids must be whole numbers in one dimension, not {ids!r}."
             ) from error
         wrong = next((t for t in tokens if not 0 <= t <= self.highest_id), None)
         if wrong is not None:
             raise InvalidRequestError(
-                f"There is a token id {wrong}, and the ids go from 0 to "
+                f"A token id is {wrong}, but the target's ids go from 0 to "
                 f"{self.highest_id}. Encode the text with the target's tokenizer."
             )
         return tokens
@@ -214,8 +213,8 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, str]:
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str) or part.get("type", "text") != "text":
             raise InvalidRequestError(
-                f"A content holds the part {part!r}, and text is read here. Images are "
-                "passed by images=, to a model that was loaded with vision=True."
+                f"A message has the part {part!r}, but only text parts are read. Pass "
+                "images by images=, to a model that was loaded with vision=True."
             )
     return {"content": "".join(part["text"] for part in parts)}
 

@@ -148,8 +148,8 @@ class Generation:
         error = sys.exception() if reason == "error" else None
         if reason == "length" and self.out_of_positions:
             warnings.warn(
-                "The text ends where the model's table of positions does, and "
-                "max_tokens asks for more. Shorten the prompt.",
+                "The text ends before max_tokens, because the model has no more "
+                "positions. Shorten the prompt.",
                 ContextLengthNotice,
                 stacklevel=4,
             )

@@ -73,7 +73,7 @@ class BatchGenerator:
         checked_count("max_rows", max_rows, 1)
         if generator.ranks > 1:
             raise InvalidRequestError(
-                f"A batch was asked for, and the target is on {generator.ranks} ranks, "
+                f"A batch cannot run on the {generator.ranks} ranks of this target, "
                 "which generate one text at a time. Use generator.generate()."
             )
         self._generator = generator

@@ -57,8 +57,8 @@ def options_of_rows(
     """
     if each and len(each) != count:
         raise InvalidRequestError(
-            f"each has the options of {len(each)} prompts, and there are {count}. Pass "
-            "options that hold for all prompts as keywords of their own."
+            f"each has options for {len(each)} prompts, but prompts has {count}. Pass "
+            "options that hold for all prompts as separate keywords."
         )
     rows: list[StreamKeywords] = [{**options} for _ in range(count)]
     shared = options.get("sampling")

@@ -183,7 +183,7 @@ class RankGroup:
         refused = self._refusals(place, "")
         if refused:
             raise RankMismatchError(
-                f"Another rank has refused what this one takes. {refused}"
+                f"Another rank cannot make this generator. {refused}"
             )
 
     def _refusals(self, place: Place, line: str) -> str:
@@ -193,7 +193,7 @@ class RankGroup:
             return ""
         texts = self.texts(line, max(sizes))
         rank = next(rank for rank, text in enumerate(texts) if text)
-        return f"Rank {rank} says: {texts[rank]}"
+        return f"Rank {rank} raised {texts[rank]}"
 
     def _gather(self, said: Any, size: int) -> list[bytes]:
         """Send a text, or values as JSON, and return `size` bytes of every rank."""
@@ -228,11 +228,11 @@ class RankGroup:
 
     def _raise_apart(self, place: Place, rank: int, line: list[Any] | None) -> NoReturn:
         """Raise an error that names another rank's place and this rank's place."""
-        there = "is inside of a forward" if line is None else str(Place(*line[:3]))
+        there = "is inside a forward" if line is None else str(Place(*line[:3]))
         message = (
-            f"Rank {rank} {there}, and rank {self.rank} {place}: their programs have "
-            "come apart. Let every rank make the same streams and ask for their chunks "
-            "in the same order."
+            f"Rank {rank} {there}, but rank {self.rank} {place}: their programs are "
+            "no longer in step. Let every rank make the same streams and read their "
+            "chunks in the same order."
         )
         if line is None:  # that rank waits for this rank's forward, which never comes
             self.leave(message)

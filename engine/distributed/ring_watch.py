@@ -122,9 +122,9 @@ class RingWatch:
         if seconds >= SAY_SECONDS and not self._warned:
             self._warned = True
             print(  # noqa: T201  no exception can reach the stuck thread
-                f"RankLostError: {self._message(ranks)} This process waits for it "
-                f"inside of mlx, where nothing can wake it, and is ended with status "
-                f"{STATUS} unless it comes out by itself.",
+                f"RankLostError: {self._message(ranks)} This process waits inside "
+                f"mlx, where it cannot be interrupted. It will be ended with status "
+                f"{STATUS}, unless mlx returns before that.",
                 file=sys.stderr,
                 flush=True,
             )

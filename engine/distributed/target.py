@@ -65,28 +65,28 @@ class RankedTarget:
         self._fields = {"the model": mark_of(self._model), "parallel": how}
         if prefix_cache is not None:
             raise InvalidRequestError(
-                f"prefix_cache was passed, and the target is on {self.group.size} "
-                "ranks, which may drop other parts of it. Leave it out."
+                f"prefix_cache cannot be used on the {self.group.size} ranks of this "
+                "target, which could drop different parts of it. Leave it out."
             )
         for member in members_of(draft) if self.group.leads else ():
             if any(spread_as(model) is not None for model in member.models):
                 raise InvalidRequestError(
-                    "The draft model is spread over ranks, and a draft is whole, on "
-                    "rank 0. Load it without a group."
+                    "The draft model is spread over ranks, but a draft must be whole, "
+                    "on rank 0. Load it without a group."
                 )
             if not member.on_ranks:
                 raise InvalidRequestError(
-                    f"draft is of kind {member.kind!r}, and for a target on "
-                    "ranks a model, a lookup, an MTP head or a Drafter is needed."
+                    f"draft is of kind {member.kind!r}, but a target on ranks needs "
+                    "a model, a lookup, an MTP head or a Drafter."
                 )
             # A head that reads the output layer gets a whole copy of it when its first
             # stream begins.
             if self._needs_output(member) and not can_join_output(self._model):
                 raise UnsupportedModelError(
-                    "The MTP head reads the output layer of "
-                    f"{type(self._model).__module__}, of which each rank has a part, "
-                    "and more is done to its logits than is known here. Use a draft "
-                    "model or a lookup."
+                    "The MTP head needs the whole output layer of "
+                    f"{type(self._model).__module__}, but each rank has a part of it, "
+                    "and this model changes the logits after that layer, which is not "
+                    "supported. Use a draft model or a lookup."
                 )
         return draft if self.group.leads else None
 
@@ -133,9 +133,9 @@ def _check_spread(model: nn.Module, ranks: int) -> Parallel | None:
     how = spread_as(model)
     if ranks > 1 and how is None:
         raise InvalidRequestError(
-            f"group has {ranks} ranks, and the model is whole on this one. Load it "
-            "with mlx_speculation.load(path, group=group), or call model.shard(group) "
-            "first."
+            f"group has {ranks} ranks, but the model on this rank is not split. Load "
+            "it with mlx_speculation.load(path, group=group), or call "
+            "model.shard(group) first."
         )
     if ranks == 1 and how is not None:
         raise InvalidRequestError(
@@ -144,9 +144,9 @@ def _check_spread(model: nn.Module, ranks: int) -> Parallel | None:
         )
     if how == "pipeline" and not keeps_rows_alone(model):
         raise UnsupportedModelError(
-            f"{type(model).__module__} has layers whose caches are no rows of keys and "
-            "values, such as recurrent states. To keep a part of a draft they may have "
-            "to run again, and in a pipeline all ranks with them. Use parallel='tensor'"
-            ", or run it whole on one rank."
+            f"{type(model).__module__} has layers whose caches are not rows of keys "
+            "and values, such as recurrent layers. When a part of a draft is accepted, "
+            "they may have to run again, and in a pipeline all ranks with them. Use "
+            "parallel='tensor', or run the whole model on one rank."
         )
     return how

@@ -67,7 +67,7 @@ class Source:
         """Return a source with the costs stored under a key; None: no stored costs."""
         key = key and {"machine": machine(), **key}
         file = MeasuredFile(
-            "costs", _VERSION, key, "What rounds cost is measured again."
+            "costs", _VERSION, key, "The cost of rounds is measured again."
         )
         measured, part = file.read(_parsed) or ({}, None)
         costs = RoundCosts(kept=totals(measured))
@@ -111,9 +111,9 @@ def _parsed(fields: Any) -> tuple[PartsTable, int | None]:
     if not all(0 <= part < math.inf for one in rounds for part in one):
         raise ValueError("the seconds of a part of a round are negative or infinite")
     if not all(one.total for one in rounds):
-        raise ValueError("a round takes no time")
+        raise ValueError("a round has a time of 0 seconds")
     if any(each and min(each) != 0 for each in measured.values()):
-        raise ValueError("the cost of a plain step is not in it")
+        raise ValueError("the cost of a plain step is missing")
     if fields["part"] not in (None, *PART_SIZES):
-        raise ValueError(f"a part has {fields['part']} layers")
+        raise ValueError(f"part is {fields['part']}, not one of {PART_SIZES}")
     return measured, fields["part"]

@@ -76,9 +76,9 @@ class PolicyFactory:
         if isinstance(length, DraftLengthPolicy):
             if most is not None:
                 raise InvalidRequestError(
-                    f"max_draft is {most}, and draft_length is a "
-                    f"{type(length).__name__}, which says how long drafts are. Pass "
-                    "one of them."
+                    f"max_draft is {most}, but draft_length is a "
+                    f"{type(length).__name__}, which alone decides how long drafts "
+                    "are. Pass one of them."
                 )
             return length
         length = self.usual if length is None else _checked(length, "draft_length")

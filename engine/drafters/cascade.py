@@ -41,8 +41,8 @@ class CascadeDraft(Draft):
     def __init__(self, *drafters: Any) -> None:
         if len(drafters) < 2:
             raise InvalidRequestError(
-                f"A cascade of {len(drafters)} drafters was asked for, and at least 2 "
-                "are needed. Pass the drafter itself."
+                f"The cascade has {len(drafters)} drafters, but it needs at least 2. "
+                "Pass a single drafter without a cascade."
             )
         self.drafters = drafters
 

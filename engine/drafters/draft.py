@@ -222,8 +222,8 @@ class HeadDraft(FolderDraft):
         """Refuse a target other than the head's, and token ids that do not fit."""
         if self.model is not target.model:
             raise InvalidRequestError(
-                f"The head in {type(self).__name__} was put on another model than the "
-                "generator's. Make it with the same model object."
+                f"The head in {type(self).__name__} was made with another model object "
+                "than the generator's. Make it with the generator's model."
             )
         self.check_ids(target.highest_id)
 

@@ -300,7 +300,7 @@ def _check_apart(target: list[Any], draft: list[Any]) -> None:
     for place, leaf in leaves(draft):
         if id(leaf) in places:
             raise InvalidRequestError(
-                f"Layer {place} of the draft's caches is the {type(leaf).__name__} of "
-                f"the target's layer {places[id(leaf)]}. Make the draft's own with "
-                "make_prompt_cache(draft_model)."
+                f"The cache of the draft's layer {place} is also the cache of the "
+                f"target's layer {places[id(leaf)]}, a {type(leaf).__name__}. Make "
+                "separate caches with make_prompt_cache(draft_model)."
             )

@@ -124,8 +124,8 @@ class CheckedChoose:
         """
         if not isinstance(draft, Proposal) or not _holds_ids(draft.tokens):
             raise InvalidRequestError(
-                f"The drafter's propose() returned {_said(draft)}, and a Proposal of "
-                "whole numbers [k] is needed. Return Proposal(mx.array([...]))."
+                f"The drafter's propose() returned {_said(draft)} instead of a "
+                "Proposal of whole numbers [k]. Return Proposal(mx.array([...]))."
             )
         length, most, branches = draft.length, limit, draft.branches
         if branches is not None:
@@ -133,8 +133,8 @@ class CheckedChoose:
             most = self.tree
         if length > most:
             raise InvalidRequestError(
-                f"The drafter proposed {length} tokens, and at most {most} were asked "
-                "for. Fix its propose()."
+                f"The drafter proposed {length} tokens, but its limit is {most}. Fix "
+                "its propose()."
             )
         if not draft.length:
             return draft
@@ -142,9 +142,9 @@ class CheckedChoose:
         shape = None if draft.probs is None else draft.probs.shape
         if self._drew and shape != (draft.length, chooser.width):
             raise InvalidRequestError(
-                f"The drafter drew tokens by chance, and their probabilities are of "
+                f"The drafter drew tokens at random, but their probabilities are of "
                 f"shape {shape} instead of {(draft.length, chooser.width)}. Return "
-                "Proposal.of(choices) with every choice, or choose none by chance."
+                "Proposal.of(choices) with every choice, or draw none at random."
             )
         draft = replace(draft, tokens=_within(proposed, chooser.limit))
         largest = [_peaks_of(self._seen)] if self._seen else []
@@ -298,12 +298,12 @@ def what_is_wrong(rows: int, ids: int) -> Exception:
     """Return the error for unusable rows of logits, or for ids the target lacks."""
     if rows:
         return ArithmeticError(
-            f"{rows} rows of the drafter's logits hold a NaN or no finite largest "
-            "value. Check its weights, or load it in float32."
+            f"{rows} rows of the drafter's logits hold a NaN or have no finite "
+            "maximum. Check its weights, or load it in float32."
         )
     return ValueError(
-        f"{ids} of the proposed tokens are ids that the target has no row for. Fix "
-        "its propose(), or choose a draft with the target's token ids."
+        f"{ids} of the proposed token ids are not ids of the target. Fix the drafter's "
+        "propose(), or choose a draft with the target's token ids."
     )
 
 
@@ -313,8 +313,8 @@ def _within_tree(branches: Branches, count: int, limit: int) -> Branches:
     if not _holds_ids(parents) or len(parents) != count or not 1 <= levels <= limit:
         raise InvalidRequestError(
             f"The drafter proposed a tree of {count} tokens with {_said(parents)} as "
-            f"their parents and {levels} levels, and one parent for each token and 1 "
-            f"to {limit} levels are needed. Fix its propose()."
+            f"their parents and {levels} levels; it must have one parent for each "
+            f"token, and 1 to {limit} levels. Fix its propose()."
         )
     before = mx.arange(count, dtype=mx.int32) - 1
     return Branches(mx.clip(parents.astype(mx.int32), -1, before), levels)
@@ -340,18 +340,18 @@ def _check_rows(logits: Any, rows: Any, ids: Any) -> None:
     count = rows.count if isinstance(rows, Rows) else None
     if shape is None or len(shape) != 2 or shape[0] != count:
         raise InvalidRequestError(
-            f"choose was given logits of shape {shape} for {count} rows, and [rows, "
-            "vocab] is needed. Pass choose(logits[-1:], sequence.rows(ahead))."
+            f"choose() got logits of shape {shape} for {count} rows instead of [rows, "
+            "vocab]. Pass choose(logits[-1:], sequence.rows(ahead))."
         )
     if rows.ahead is not None and not _holds_ids(rows.ahead):
         raise InvalidRequestError(
-            f"sequence.rows was given {_said(rows.ahead)}, and the tokens chosen so "
-            "far in this draft, whole numbers [m], or None are needed. Pass "
+            f"sequence.rows() got {_said(rows.ahead)} instead of the tokens chosen so "
+            "far in this draft, whole numbers [m], or None. Pass "
             "sequence.rows(Proposal.of(choices).tokens if choices else None)."
         )
     if ids is not None and (not _holds_ids(ids) or len(ids) != shape[1]):
         raise InvalidRequestError(
-            f"choose was given logits of {shape[1]} columns and {_said(ids)} as their "
+            f"choose() got logits of {shape[1]} columns and {_said(ids)} as their "
             "ids. Pass one id for each column."
         )
 

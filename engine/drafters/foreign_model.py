@@ -182,9 +182,9 @@ class CommonTokens:
         smaller = min(len(self.target.bytes), len(self.draft.bytes))
         if len(self.pairs) < LEAST_SHARE * smaller:
             raise TokenizerMismatchError(
-                f"The tokenizers of target and draft have {self.share}, and "
-                f"{LEAST_SHARE:.0%} of the smaller one are needed to draft with. "
-                "Choose another draft."
+                f"The tokenizers of target and draft have {self.share}; drafting "
+                f"needs {LEAST_SHARE:.0%} of the smaller one's. Choose another "
+                "draft."
             )
 
     def whole(self, tokens: SequenceOf[int]) -> list[int]:
@@ -282,7 +282,7 @@ class ForeignModelDraft(ModelDraft):
         width, highest = logit_width(self.model), max(self.common.draft.bytes)
         if width <= max(self.common.pairs.values()):
             raise InvalidRequestError(
-                f"The draft has {width} token ids, and those of its tokenizer go up to "
+                f"The draft has {width} token ids, but its tokenizer has ids up to "
                 f"{highest}. Load it with the tokenizer that it was trained with."
             )
 

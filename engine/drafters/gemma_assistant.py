@@ -77,8 +77,8 @@ class AssistantDraft(HeadDraft):
         dim, wide = self.taps.parts.dim, assistant.settings.target_dim
         if dim != wide:
             raise UnsupportedModelError(
-                f"The assistant takes states of {wide} numbers, and the target's have "
-                f"{dim}. Choose the assistant that belongs to this model."
+                f"The assistant was made for a target of hidden size {wide}, but this "
+                f"target has {dim}. Choose the assistant that belongs to this model."
             )
         self.model, self.head = model, assistant
         self.assistant = assistant

@@ -43,8 +43,8 @@ def reduced_vocabulary(
     counts = Counter(_ids_of(texts, tokenizer))
     if not counts:
         raise InvalidRequestError(
-            "The texts hold 0 tokens, and at least 1 is needed to count. Pass texts of "
-            "the kind that will be generated."
+            "The texts hold 0 tokens, so there is nothing to count. Pass texts of the "
+            "kind that will be generated."
         )
     named = getattr(tokenizer, "eos_token_ids", None) or ()
     ends = {int(token) for token in named if token is not None}
@@ -72,7 +72,7 @@ def _checked_id(token: Any) -> int:
         return operator.index(token)
     except TypeError as error:
         raise InvalidRequestError(
-            f"The ids hold {token!r}, and whole numbers are needed. Pass token ids, or "
+            f"The ids hold {token!r}, which is not a whole number. Pass token ids, or "
             "texts with the target's tokenizer."
         ) from error
 
@@ -85,10 +85,10 @@ def checked_vocabulary(ids: Any, width: int) -> list[int]:
     """
     result = sorted(_checked_id(token) for token in ids)
     if not result or result[0] < 0 or result[-1] >= width:
-        said = f"{result[0]} to {result[-1]}" if result else "0 ids"
+        said = f"ids from {result[0]} to {result[-1]}" if result else "0 ids"
         raise InvalidRequestError(
-            f"draft_vocabulary has {said}, and ids from 0 to {width - 1} are needed. "
-            "Make one with reduced_vocabulary(...) and the target's tokenizer."
+            f"draft_vocabulary has {said}; it needs ids from 0 to {width - 1}. Make "
+            "one with reduced_vocabulary(...) and the target's tokenizer."
         )
     if len(set(result)) < len(result):
         twice = next(a for a, b in pairwise(result) if a == b)

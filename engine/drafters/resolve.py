@@ -119,8 +119,8 @@ def find_draft(
         )
     if history is not None and draft not in ("auto", "lookup"):
         raise InvalidRequestError(
-            f"history is {history}, and draft is {draft!r}, which looks nothing up. "
-            "Leave it out, or pass draft='auto' or 'lookup'."
+            f"history is {history}, which needs draft='auto' or 'lookup', but draft is "
+            f"{draft!r}. Leave history out, or pass one of these."
         )
     if quantize_draft is not None:
         check_bits(quantize_draft)
@@ -128,9 +128,9 @@ def find_draft(
             plain = draft is None or isinstance(draft, str)
             result = repr(draft) if plain else f"a {type(draft).__name__}"
             raise InvalidRequestError(
-                f"quantize_draft is {quantize_draft}, and draft is {result}, which is "
-                "not loaded here. Leave it out; mlx.nn.quantize does the same to a "
-                "model of your own."
+                f"quantize_draft is {quantize_draft}, but draft is {result}, and only "
+                "a draft that is loaded from files is quantized. Leave quantize_draft "
+                "out; mlx.nn.quantize does the same to a model object."
             )
     if not isinstance(draft, str | Path):
         return draft
@@ -206,8 +206,8 @@ def _member(draft: Any, target: TargetInfo) -> Draft:
     member = resolve(draft, target).draft
     if member is None:
         raise InvalidRequestError(
-            "A member of the cascade is None, and mlx-lm models and drafters are "
-            "needed. Leave it out."
+            "A member of the cascade is None instead of an mlx-lm model or a "
+            "drafter. Leave it out."
         )
     return member
 
@@ -250,8 +250,8 @@ def _placed(named: DraftName, target: TargetInfo) -> TargetInfo:
         place = model_folder(named.target)
     if named.folder is None and not (place / "config.json").is_file():
         raise InvalidRequestError(
-            f"draft is {named.name!r}, which stands in the target's folder, and the "
-            f"tokenizer was loaded from {str(place)!r}, where there is no model. Use "
+            f"draft is {named.name!r}, which is searched in the target's folder, but "
+            f"{str(place)!r}, where the tokenizer is from, holds no model. Use "
             "SpeculativeGenerator.from_pretrained(folder, draft=...)."
         )
     return replace(target, folder=place)
@@ -300,12 +300,12 @@ def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
 def _check_kind(pair: PairFile, loader: type[FolderDraft]) -> None:
     if pair.kind not in (None, loader.kind):
         raise ModelFolderError(
-            f"{str(pair.file)!r} has kind = {pair.kind!r}, and {pair.draft!r} is of "
-            f"kind {loader.kind!r}. Fix it, or leave kind out."
+            f"{str(pair.file)!r} has kind = {pair.kind!r}, but {pair.draft!r} is of "
+            f"kind {loader.kind!r}. Correct kind, or leave it out."
         )
     if pair.convention is not None and loader is not MtpDraft:
         raise ModelFolderError(
-            f"{str(pair.file)!r} has a convention, and {pair.draft!r} is of kind "
+            f"{str(pair.file)!r} has a convention, but {pair.draft!r} is of kind "
             f"{loader.kind!r}. Leave the convention out: it is for MTP heads."
         )
 

@@ -80,9 +80,9 @@ def verify_both_ways(
     room = len(text) - draft_length
     if not prompt or draft_length < 1 or places < 1 or room < 0:
         raise InvalidRequestError(
-            f"A prompt of {len(prompt)} tokens, a text of {len(text)}, drafts of "
-            f"{draft_length} and {places} places were given. Each is 1 or more, and "
-            "the text not shorter than a draft."
+            f"The prompt has {len(prompt)} tokens, the text {len(text)}, each draft "
+            f"{draft_length}, and there are {places} places. Each number must be at "
+            "least 1, and the text must not be shorter than a draft."
         )
     random = np.random.default_rng(seed)
     vocab, tokens = logit_width(model), [*prompt, *text]

@@ -53,8 +53,8 @@ class Parting:
     def __str__(self) -> str:
         return (
             f"token {self.index} is {self.got} instead of {self.expected}: their "
-            f"margin is {self.margin:.3g}, and at most {self.allowed:.3g} is a "
-            f"near-tie (the widths differ by {self.difference:.3g})"
+            f"margin is {self.margin:.3g}, and a near-tie has at most "
+            f"{self.allowed:.3g} (logits differ by up to {self.difference:.3g})"
         )
 
 

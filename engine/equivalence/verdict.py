@@ -30,9 +30,9 @@ class First:
     def __str__(self) -> str:
         row = self.row
         return (
-            f"row {row.index} of the draft after token {self.position} chooses "
-            f"{row.at_once} at once and {row.one_by_one} one by one; the two best "
-            f"differ by {row.margin:.3g} there, the logits by {row.difference:.3g}"
+            f"row {row.index} of the draft after token {self.position} chooses token "
+            f"{row.at_once} at once and {row.one_by_one} one by one; its two best "
+            f"logits are {row.margin:.3g} apart, the two ways {row.difference:.3g}"
         )
 
 

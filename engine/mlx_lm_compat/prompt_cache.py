@@ -43,7 +43,7 @@ class Caches:
         if passed is None and max_size is None:
             return cls(None, None, None)
         if passed is None:
-            hint = f": {KEPT_FIRST} of the first tokens always stay"
+            hint = f": the first {KEPT_FIRST} tokens always stay"
             size = checked_count("max_kv_size", max_size, KEPT_FIRST + 1, hint)
             return cls(
                 make_prompt_cache(model, size),
@@ -91,8 +91,8 @@ def limited(
     caches = Caches.of(model, (), passed, max_kv_size)
     if max_kv_size is not None and hasattr(model, "make_cache"):
         raise InvalidRequestError(
-            f"max_kv_size is {max_kv_size}, and {type(model).__module__} makes its own "
-            "caches, whose size mlx-lm does not limit. Leave it out."
+            f"max_kv_size is {max_kv_size}, but {type(model).__module__} makes its own "
+            "caches, whose size mlx-lm does not limit. Leave max_kv_size out."
         )
     quantization = quantization_of(kv_bits, kv_group_size, quantized_kv_start)
     reach += caches.held

@@ -33,8 +33,8 @@ def load_prompt(path: str | Path, model: nn.Module) -> LoadedCaches:
     kinds = load_caches(path).caches
     if all(cache.empty() for cache in kinds):
         raise InvalidRequestError(
-            f"The caches in {str(path)!r} hold 0 tokens, and at least 1 is needed. "
-            "Make the file of a prompt, with mlx_lm.cache_prompt."
+            f"The caches in {str(path)!r} hold 0 tokens, but at least 1 is needed. "
+            "Make the file from a prompt, with mlx_lm.cache_prompt."
         )
     return load_caches(path, like=_used(model, kinds), cast=True)
 

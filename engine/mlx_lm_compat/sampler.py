@@ -12,10 +12,10 @@ from mlx_speculation.errors import InvalidRequestError, SamplerNotice
 from mlx_speculation.samplers import LogitsProcessor, Sampling, SeededSampler
 
 NOTICE = (
-    "The sampler draws by itself. The distribution of the text is its own, but a draft "
-    "changes the text of a seed, fewer drafts are accepted, and a sampler with a state "
-    "of its own is called for rejected drafts too. mlx_speculation.make_sampler takes "
-    "the options of mlx-lm's and keeps the text; num_draft_tokens=0 drafts nothing."
+    "The sampler draws its own random numbers. The text keeps its distribution, but "
+    "the text of a seed depends on the draft, fewer drafted tokens are accepted, and "
+    "the sampler is also called for rejected ones. mlx_speculation.make_sampler has "
+    "mlx-lm's options and keeps the text; num_draft_tokens=0 drafts nothing."
 )
 
 
@@ -39,8 +39,8 @@ def checked_sampling(
         options = Sampling(sampler=sampler)
         if seed is not None:
             raise InvalidRequestError(
-                f"seed is {seed!r}, and the sampler draws by itself. Call "
-                "mx.random.seed, or make it with mlx_speculation.make_sampler."
+                f"seed is {seed!r}, but the sampler draws its own random numbers. Call "
+                "mx.random.seed, or use mlx_speculation.make_sampler."
             )
         if drafted:
             warnings.warn(NOTICE, SamplerNotice, stacklevel=3)

@@ -160,8 +160,8 @@ def _check_keywords(unknown: Iterable[str], audio: Any, video: Any) -> None:
     for name, given in (("audio", audio), ("video", video)):
         if given:
             raise InvalidRequestError(
-                f"{name} was passed, and text and images are all that can be read. "
-                "Leave it out."
+                f"{name} was passed, but only text and images can be read. Leave "
+                f"{name} out."
             )
 
 

@@ -102,14 +102,14 @@ class GeneratorOptions:
         checked = checked_count("draft_tree", nodes, 2, ", or None for chains")
         if checked > MOST_NODES:
             raise InvalidRequestError(
-                f"draft_tree is {nodes}, and {MOST_NODES} nodes are the most. Pass 15: "
-                "rows of the target cost more than the last nodes bring."
+                f"draft_tree is {nodes}; at most {MOST_NODES} nodes are allowed. Pass "
+                "15: more nodes cost more rows of the target than they gain."
             )
         for name, value in (("exact", self.shape), ("group", self.group)):
             if value is not None:
                 raise InvalidRequestError(
-                    f"draft_tree is {nodes}, and {name} was passed, with which drafts "
-                    "are chains. Leave one of them out."
+                    f"draft_tree is {nodes}, but with {name} drafts are chains only. "
+                    "Leave one of them out."
                 )
 
     def check_exact(self, model: nn.Module, *, ranked: bool) -> None:
@@ -132,13 +132,13 @@ class GeneratorOptions:
             "a seed": self.acceptance != "keyed",
             "sliding='native', whose rings are not read in order": self.sliding
             == "native",
-            "a target that is spread over ranks, whose sums depend on them": ranked,
+            "a target on several ranks, whose sums depend on their number": ranked,
         }
         for reason, applies in refused.items():
             if applies:
                 raise InvalidRequestError(
-                    f"exact={shape.rows} was passed, and {reason}. Leave one of them "
-                    "out."
+                    f"exact={shape.rows} cannot be combined with {reason}. Leave one "
+                    "of them out."
                 )
         check_fixed_shape(model)
         check_verdict(model, shape)
@@ -157,13 +157,13 @@ class GeneratorOptions:
             )
         if self.compile_draft and vocabulary:
             raise InvalidRequestError(
-                "compile_draft and draft_vocabulary were passed, and a compiled draft "
-                "has all token ids. Leave one of them out."
+                "compile_draft cannot be combined with draft_vocabulary: a compiled "
+                "draft has all token ids. Leave one of them out."
             )
         if self.tree and (draft is None or not draft.trees):
             raise InvalidRequestError(
-                f"draft_tree is {self.tree}, and the draft is {kind}, which drafts "
-                "chains. Pass an EAGLE-3 head without a window, or leave draft_tree "
+                f"draft_tree is {self.tree}, but the draft is {kind}, which drafts no "
+                "trees. Pass an EAGLE-3 head without a window, or leave draft_tree "
                 "out."
             )
 

@@ -138,15 +138,15 @@ def check_rule(acceptance: Acceptance, chooser: Chooser) -> None:
     """Refuse an acceptance rule that the sampler or the processors do not allow."""
     if acceptance != "keyed" and chooser.sampling.sampler is not None:
         raise InvalidRequestError(
-            f"acceptance is {acceptance!r}, which has to know the "
-            "probabilities of each row, and a sampler draws by itself. Use "
+            f"acceptance is {acceptance!r}, which needs the probabilities of each "
+            "row, but a sampler returns only the token that it draws. Use "
             "acceptance='keyed', or give the options of the sampler in Sampling."
         )
     if acceptance == "block" and not chooser.processors.parallel:
         raise InvalidRequestError(
-            "acceptance is 'block', which has to process all rows, and a logits "
-            "processor may only see rows whose tokens are emitted. Declare it with "
-            "mlx_speculation.pure, or use acceptance='rejection'."
+            "acceptance is 'block', which processes all rows, but a logits processor "
+            "that is not pure must only see rows whose tokens are emitted. Declare it "
+            "with mlx_speculation.pure, or use acceptance='rejection'."
         )
 
 
@@ -154,8 +154,8 @@ def check_own_choice(sampling: Sampling) -> None:
     """Refuse a sampler function in exact mode, which needs noise keyed by position."""
     if sampling.sampler is not None:
         raise InvalidRequestError(
-            "exact was passed, and a sampler, which draws for each row that a draft "
-            "brings. Give its options in Sampling, or make it with "
+            "exact cannot be combined with a sampler, which draws once for each row: "
+            "a draft adds rows. Give its options in Sampling, or make it with "
             "mlx_speculation.make_sampler."
         )
 

@@ -164,8 +164,8 @@ def origin_of(index: int, accepted: int, drafted: int) -> Origin:
 def _unusable(normals: Sequence[float]) -> NonFiniteLogitsError:
     unusable = sum(not math.isfinite(value) for value in normals)
     return NonFiniteLogitsError(
-        f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or no "
-        "finite largest value. The round was rolled back; in a batch, only this "
+        f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or have "
+        "no finite maximum. The round was rolled back; in a batch, only this "
         "request ends. Check the weights, load the model in float32, or check whether "
         "constraint and logits processors mask every id, and whether a sampler chose "
         "an id that the embedding has no row for."

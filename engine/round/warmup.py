@@ -131,6 +131,6 @@ def _drafted() -> Shape:
 @functools.cache
 def _say_once() -> None:
     notice(
-        "Compiling kernels: the first text of a process begins some seconds later, and "
-        "the first on a machine some more."
+        "Compiling kernels: the first text of a process begins a few seconds late, and "
+        "the first on a machine later still."
     )

@@ -73,7 +73,7 @@ def _prompt(
         return model.image_prompt(prompt, images)
     if images:
         raise InvalidRequestError(
-            f"{len(images)} images and an ImagePrompt were passed, which has its own. "
+            f"{len(images)} images were passed with an ImagePrompt, which has its own. "
             "Leave one of them out."
         )
     return prompt
@@ -88,8 +88,8 @@ def _check_options(
         not model.family.quantizes or model.one_pass
     ):
         raise InvalidRequestError(
-            f"kv_quantization was passed, and {name} was not tried with quantized "
-            "caches, or cannot have them. Leave it out."
+            f"kv_quantization was passed, but {name} cannot have quantized caches, or "
+            "was not tried with them. Leave it out."
         )
     if not options.own_caches:
         return
@@ -97,8 +97,8 @@ def _check_options(
     known = None if cached is None else list(cached)
     if wanted or known is None or model.placeholder in known:
         raise InvalidRequestError(
-            "prompt_cache was passed, and images decide the positions of what follows "
-            "them: pass the whole conversation with its images, and let a PrefixCache "
-            "find what is known of it. Text alone may follow cached_tokens without "
-            "images."
+            "prompt_cache was passed to a vision model, in which images change the "
+            "positions of later tokens. Pass the whole conversation with its images, "
+            "and let a PrefixCache find what is known of it; only text may follow "
+            "cached_tokens, which must be without images."
         )

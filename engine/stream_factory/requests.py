@@ -153,8 +153,8 @@ class RequestFactory:
         if draft_cache is not None and models != 1:
             kind = "None" if draft is None else f"of kind {draft.kind!r}"
             raise InvalidRequestError(
-                f"draft_cache was passed, and draft is {kind}, with {models} models "
-                "instead of 1. Leave draft_cache out."
+                f"draft_cache needs a draft with 1 model, but draft is {kind}, with "
+                f"{models} models. Leave draft_cache out."
             )
         if draft is None:
             return None

@@ -135,8 +135,8 @@ class StreamFactory:
         if setup.decides and not any(each.free for each in members_of(setup.draft)):
             kind = "None" if setup.draft is None else f"of kind {setup.draft.kind!r}"
             raise InvalidRequestError(
-                f"prediction was passed, and draft is {kind}, without a lookup that "
-                "looks in it. Pass draft='lookup', or CascadeDraft(LookupDraft(), ...)."
+                f"prediction was passed, but draft is {kind}, without a lookup that "
+                "uses it. Pass draft='lookup', or CascadeDraft(LookupDraft(), ...)."
             )
 
     def _check_free(self) -> None:
@@ -144,9 +144,8 @@ class StreamFactory:
         running = self._busy() if self._busy is not None else None
         if self._setup.decides and running is not None and not running.ended:
             raise InvalidRequestError(
-                "The drafter serves 1 open stream, and a second one was asked for. "
-                "Close the first, or pass a Draft, which opens a drafter for "
-                "each stream."
+                "The drafter serves 1 stream at a time, and another one is open. Close "
+                "that one, or pass a Draft, which opens a drafter for each stream."
             )
 
     def _stream(

@@ -157,4 +157,4 @@ def test_a_file_that_does_not_fit_is_refused(
     assert "cannot be loaded" in said(DRAFT, cut)
     generator = SpeculativeGenerator.from_pretrained(DRAFT)
     save_prompt_cache(str(cut), make_prompt_cache(generator.model), {})
-    assert "hold 0 tokens, and at least 1 is needed" in said(DRAFT, cut)
+    assert "hold 0 tokens, but at least 1 is needed" in said(DRAFT, cut)

@@ -68,14 +68,14 @@ def test_a_template_writes_its_own_special_tokens() -> None:
     ("prompt", "said"),
     [
         ([{"role": "tool", "content": "x"}], "The chat template refused 1 messages"),
-        ([*CHAT, "Hi"], "One of 3 messages is 'Hi'. Each is a dictionary"),
-        ([{"content": "x"}], "One of 1 messages is {'content': 'x'}. Each is a"),
+        ([*CHAT, "Hi"], "One of 3 messages is 'Hi'. Each must be a dictionary"),
+        ([{"content": "x"}], "One of 1 messages is {'content': 'x'}. Each must be a"),
         (CHAT[0], "Pass a conversation as a list of messages"),
         (
             [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}],
-            "^A content holds the part .*Images are passed by images=",
+            "^A message has the part .*Pass images by images=",
         ),
-        ([{"role": "user", "content": ["x"]}], "holds the part 'x', and text is read"),
+        ([{"role": "user", "content": ["x"]}], "has the part 'x', but only text"),
         ([], "The prompt has 0 tokens"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_text_is_that_of_mlx_lm_up_to_the_end_of_the_table(
 def test_the_end_of_the_table_is_said_where_it_ends_a_text(name: str) -> None:
     generator = SpeculativeGenerator(model_of(name), TOKENIZER)
     assert generator.context_length == POSITIONS
-    with pytest.warns(ContextLengthNotice, match="table of positions"):
+    with pytest.warns(ContextLengthNotice, match="no more positions"):
         assert len(generator.generate(prompt_of(28), max_tokens=6).tokens) == 4
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -173,7 +173,7 @@ def test_a_draft_with_a_shorter_table_pauses_at_its_own_end(sampling: Sampling) 
     draft = with_table("gpt2", 24, seed=3)
     foreign = ForeignModelDraft(draft, CommonTokens(TOKENIZER, TOKENIZER))
     for source in (draft, foreign, CascadeDraft(draft, LookupDraft())):
-        with pytest.warns(DraftNotice, match="table of 24 positions"):
+        with pytest.warns(DraftNotice, match="only 24 positions"):
             generator = SpeculativeGenerator(
                 target, TOKENIZER, draft=source, draft_length=5
             )

@@ -236,7 +236,7 @@ def test_what_does_not_go_with_images_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="prompt_cache was passed"):
         made.stream([1, 2], prompt_cache=caches)
     windows = generator(target("gemma3"))
-    with pytest.raises(InvalidRequestError, match="not tried with quantized caches"):
+    with pytest.raises(InvalidRequestError, match="cannot have quantized caches"):
         windows.stream([1, 2], kv_quantization=KVQuantization(bits=4))
     with pytest.raises(InvalidRequestError, match="which has its own"):
         made.stream(prompt, images=[b"picture"])

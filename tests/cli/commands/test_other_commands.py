@@ -63,7 +63,7 @@ def test_check_names_the_first_difference_and_its_margin(
     assert done.exit_code == 1
     first, rows, verdict = done.stdout.splitlines()[-3:]
     assert first.startswith("first: row 2 of the draft after token 0 chooses ")
-    assert "the two best differ by" in first
+    assert "its two best logits are " in first
     assert rows.startswith("rows: different: 3 of 12 rows")
     assert verdict == "result: IT DIFFERS"
     report = commands.object(*CHECK, "--draft", "none", status=1)

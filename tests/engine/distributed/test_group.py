@@ -54,10 +54,10 @@ def test_ranks_at_one_place_get_what_all_have_said(
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (Place("round", 5, 2), "Rank 2 is at exchange 2 (round) of stream 5, and"),
-        (Place("draft", 4, 2), "Rank 2 is at exchange 2 (draft) of stream 4, and"),
-        (Place("round", 4, 3), "Rank 2 is at exchange 3 (round) of stream 4, and"),
-        (Place("make", 4, 0), "Rank 2 makes generator 4, and"),
+        (Place("round", 5, 2), "Rank 2 is at exchange 2 (round) of stream 5, but"),
+        (Place("draft", 4, 2), "Rank 2 is at exchange 2 (draft) of stream 4, but"),
+        (Place("round", 4, 3), "Rank 2 is at exchange 3 (round) of stream 4, but"),
+        (Place("make", 4, 0), "Rank 2 makes generator 4, but"),
     ],
 )
 def test_ranks_at_other_places_are_named(
@@ -79,7 +79,7 @@ def test_bytes_of_a_forward_end_the_group(
 ) -> None:
     """The other rank waits for the rest of an all_sum, which is never sent."""
     made = group_of(monkeypatch, other, line(HERE), line(HERE))
-    with pytest.raises(RankMismatchError, match=r"^Rank 0 is inside of a forward, and"):
+    with pytest.raises(RankMismatchError, match=r"^Rank 0 is inside a forward, but"):
         made.exchange(HERE, [])
     with pytest.raises(RankLostError, match=r"^Rank 1 \(host\) has failed inside of a"):
         made.exchange(HERE, [])

@@ -81,7 +81,7 @@ def test_a_process_that_waits_in_mlx_is_ended_and_says_why(
     said = capsys.readouterr().err
     assert said.startswith("RankLostError: Ranks [3] are lost.")
     assert said.count("\n") == 1
-    assert f"is ended with status {STATUS}" in said
+    assert f"will be ended with status {STATUS}" in said
     watch._end_if_stuck(entered + 60)
     assert ended == [STATUS]  # the thread is out of mlx
 

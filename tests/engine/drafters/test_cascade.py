@@ -154,7 +154,7 @@ def test_streams_of_a_cascade_are_independent_unless_a_drafter_is_yours() -> Non
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=yours)
     stream = generator.stream(PROMPT, **options)
     next(stream)
-    with pytest.raises(InvalidRequestError, match="serves 1 open stream"):
+    with pytest.raises(InvalidRequestError, match="serves 1 stream at a time"):
         generator.stream(PROMPT, **options)
     assert [chunk.token for chunk in stream] == expected[1:]
     assert generator.generate(PROMPT, **options).tokens == expected
@@ -162,7 +162,7 @@ def test_streams_of_a_cascade_are_independent_unless_a_drafter_is_yours() -> Non
 
 def test_what_is_no_cascade_is_refused() -> None:
     model = build("llama")
-    with pytest.raises(InvalidRequestError, match=r"cascade of 1 drafters.*at least 2"):
+    with pytest.raises(InvalidRequestError, match=r"has 1 drafters.*at least 2"):
         CascadeDraft(LookupDraft())
     for member, words in (
         (None, "member of the cascade is None"),
@@ -180,7 +180,7 @@ def test_what_is_no_cascade_is_refused() -> None:
             draft=CascadeDraft(LookupDraft(), build("llama", vocab=100)),
         )
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=LookupDraft())
-    with pytest.raises(InvalidRequestError, match="0 models instead of 1"):
+    with pytest.raises(InvalidRequestError, match="with 0 models"):
         generator.stream(PROMPT, draft_cache=[])
 
 

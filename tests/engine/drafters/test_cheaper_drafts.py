@@ -203,9 +203,9 @@ def test_a_cascade_is_reduced_where_it_can_be() -> None:
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ([], "has 0 ids, and ids from 0 to 255"),
-        ([-1, 3], "has -1 to 3"),
-        ([3, 256], "has 3 to 256"),
+        ([], "has 0 ids; it needs ids from 0 to 255"),
+        ([-1, 3], "has ids from -1 to 3"),
+        ([3, 256], "has ids from 3 to 256"),
         ([3, 4, 3], "the id 3 twice"),
         ([3.5], "hold 3.5"),
         (["a"], "hold 'a'"),
@@ -220,7 +220,7 @@ def test_vocabularies_that_are_none_are_refused(ids: Any, said: str) -> None:
 
 @pytest.mark.parametrize("draft", [None, "lookup"])
 def test_a_draft_without_logits_has_no_vocabulary(draft: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="without a model or an MTP head"):
+    with pytest.raises(InvalidRequestError, match="a draft model or an MTP head"):
         SpeculativeGenerator(
             build("llama"), byte_tokenizer(), draft=draft, draft_vocabulary=IDS
         )
@@ -273,7 +273,7 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_loaded(
         (None, "None"),
         (build("llama"), "a Model"),
     ):
-        with pytest.raises(InvalidRequestError, match=f"draft is {said}, which is not"):
+        with pytest.raises(InvalidRequestError, match=f"draft is {said}, and only"):
             SpeculativeGenerator.from_pretrained(
                 tmp_path / "missing", draft=draft, quantize_draft=4
             )

@@ -165,7 +165,7 @@ def test_the_trained_head_is_as_right_as_in_its_training() -> None:
 
 def test_heads_of_other_models_and_ids_are_refused() -> None:
     draft = draft_of("vllm", "llama")
-    with pytest.raises(InvalidRequestError, match="on another model"):
+    with pytest.raises(InvalidRequestError, match="with another model"):
         SpeculativeGenerator(build("qwen3"), byte_tokenizer(), draft=draft)
     with pytest.raises(InvalidRequestError, match="2 heads"):
         generator("llama", CascadeDraft(draft, draft_of("specforge", "llama")))

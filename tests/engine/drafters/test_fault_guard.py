@@ -345,7 +345,7 @@ def test_what_a_drafter_passes_to_choose_is_its_own_fault(
     generator = SpeculativeGenerator(
         target_of("custom"), byte_tokenizer(), draft=drafter
     )
-    with pytest.warns(DrafterFaultWarning, match="choose was given logits of"):
+    with pytest.warns(DrafterFaultWarning, match=r"choose\(\) got logits of"):
         result = generator.generate(PROMPT, max_tokens=TOKENS)
     assert result.tokens == plain_text("custom", GREEDY)
 
@@ -364,7 +364,7 @@ def test_what_a_drafter_says_is_ahead_is_its_own_fault(
     generator = SpeculativeGenerator(
         target_of("custom"), byte_tokenizer(), draft=Misplacing([], 0), draft_length=2
     )
-    with pytest.warns(DrafterFaultWarning, match="sequence.rows was given a"):
+    with pytest.warns(DrafterFaultWarning, match=r"sequence.rows\(\) got a"):
         result = generator.generate(PROMPT, max_tokens=TOKENS, sampling=sampling)
     assert result.tokens == plain_text("custom", sampling)
 

@@ -336,5 +336,5 @@ def test_in_a_cascade_the_lookup_drafts_chains() -> None:
 
 
 def test_a_head_with_a_window_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="which drafts chains"):
+    with pytest.raises(InvalidRequestError, match="which drafts no trees"):
         with_tree("llama", draft_of("several layers", "llama"))

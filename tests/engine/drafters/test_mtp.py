@@ -348,7 +348,7 @@ def test_a_convention_that_is_named_is_taken(tmp_path: Path) -> None:
 def test_a_head_of_another_model_is_refused() -> None:
     target, head = built("mimo")
     draft = MtpDraft(target, head)
-    with pytest.raises(InvalidRequestError, match="on another model"):
+    with pytest.raises(InvalidRequestError, match="with another model"):
         SpeculativeGenerator(build("llama"), byte_tokenizer(), draft=draft)
     with pytest.raises(InvalidRequestError, match="2 heads"):
         generator("mimo", CascadeDraft(draft, MtpDraft(target, head)))

@@ -147,7 +147,7 @@ def test_a_row_of_nan_is_refused(side: int) -> None:
     "wrong", [{"draft_length": 0}, {"draft_length": TOKENS + 1}, {"places": 0}]
 )
 def test_a_comparison_without_room_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(InvalidRequestError, match="not shorter than a draft"):
+    with pytest.raises(InvalidRequestError, match="not be shorter than a draft"):
         both_ways(build("llama"), **wrong)
 
 

@@ -50,8 +50,8 @@ def test_the_first_row_that_differs_is_named() -> None:
     assert judged.first is not None
     assert (judged.first.position, judged.first.row.index) == (7, 1)
     assert str(judged.first) == (
-        "row 1 of the draft after token 7 chooses 5 at once and 6 one by one; the two "
-        "best differ by 0.5 there, the logits by 0.25"
+        "row 1 of the draft after token 7 chooses token 5 at once and 6 one by one; "
+        "its two best logits are 0.5 apart, the two ways 0.25"
     )
 
 

@@ -187,7 +187,7 @@ def test_a_sampler_of_ones_own_is_said() -> None:
         answer(sampler=sampler)  # no draft, no notice
         answer(sampler=sampler, draft_model="lookup", num_draft_tokens=0)
         answer(sampler=make_sampler(temp=1.0), draft_model="lookup")
-    with pytest.warns(SamplerNotice, match="make_sampler takes the options") as said:
+    with pytest.warns(SamplerNotice, match="make_sampler has mlx-lm's options") as said:
         answer(sampler=sampler, draft_model="lookup")
     assert said[0].filename == __file__
 
@@ -222,7 +222,7 @@ def test_an_id_that_does_not_exist_is_never_fed(token: int) -> None:
 
 def test_what_cannot_go_with_a_sampler_is_refused() -> None:
     sampler = sample_utils.make_sampler(temp=1.0)
-    with pytest.raises(InvalidRequestError, match="seed is 3, and the sampler draws"):
+    with pytest.raises(InvalidRequestError, match="seed is 3, but the sampler draws"):
         answer(sampler=sampler, seed=3)
     with pytest.raises(InvalidRequestError, match="sampler was passed with temperatur"):
         Sampling(sampler=sampler, temperature=0.5)

@@ -295,9 +295,9 @@ def test_what_cannot_have_trees_is_refused_when_the_generator_is_made() -> None:
         with pytest.raises(InvalidRequestError, match="draft_tree is"):
             with_trees("llama", drafter, draft_tree=nodes)
     for draft in ("lookup", None, build("llama", seed=1)):
-        with pytest.raises(InvalidRequestError, match="which drafts chains"):
+        with pytest.raises(InvalidRequestError, match="which drafts no trees"):
             with_trees("llama", draft)
-    with pytest.raises(InvalidRequestError, match="exact was passed"):
+    with pytest.raises(InvalidRequestError, match="with exact drafts are"):
         with_trees("llama", drafter, exact=True)
     with pytest.raises(UnsupportedCacheError, match="cannot hold a draft tree"):
         with_trees("qwen3_5", drafter)
