@@ -145,13 +145,13 @@ def test_a_file_that_does_not_fit_is_refused(
         DRAFT, "nowhere"
     )
     assert "which cannot be read: Is a directory" in said(DRAFT, tmp_path)
-    assert "--max-kv-size is 9, and the caches come from" in said(
+    assert "--max-kv-size is 9, but the caches come from" in said(
         DRAFT, file, "--max-kv-size", "9"
     )
     dense = said(MODELS["dense"], file)
     assert "it holds 2 caches in a list, but the live list has 6" in dense
     other = copy_of("draft", tmp_path / "other")
-    assert f"was made for the model {DRAFT!r}, and the target is" in said(other, file)
+    assert f"was made for the model {DRAFT!r}, but the target is" in said(other, file)
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(file.read_bytes()[:-9])
     assert "cannot be loaded" in said(DRAFT, cut)

@@ -127,15 +127,15 @@ def _blas(facts: Facts) -> Iterator[Advice]:
             action = f"unset {BLAS}"
         yield Advice(
             "slow",
-            f"float32 is multiplied by the {facts.blas}, where checking k drafts costs "
-            "k steps",
+            f"float32 matrices are multiplied by the {facts.blas}, with which checking "
+            "k drafted tokens takes as long as k steps",
             action,
         )
     elif facts.openblas and missing:
         yield Advice(
             "note",
-            f"{facts.blas} is the system's, and the newer one of {WHEEL} knows newer "
-            "processors and takes less time to check a few drafts",
+            f"{facts.blas} is the system's; the newer one of {WHEEL} supports newer "
+            "processors and takes less time to check a few drafted tokens",
             f"pip install {' '.join(missing)}",
         )
 
@@ -154,7 +154,7 @@ def _threads(facts: Facts) -> Iterator[Advice]:
     elif count > max(1, facts.cores // 2):
         yield Advice(
             "note",
-            f"{result}: beside another program it falls to a tenth of its speed",
+            f"{result}: beside another program, BLAS falls to a tenth of its speed",
             f"unset {name}, unless nothing else computes here",
         )
 
@@ -167,15 +167,15 @@ def _notes(facts: Facts) -> Iterator[Advice]:
     if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
         yield Advice(
             "note",
-            "models that are no key_steps of models/exclusions.toml wait some 40 ms "
-            "for a cuDNN plan in every round of drafts (docs/log/cuda_kernels.md)",
+            "models that key_steps of models/exclusions.toml does not list wait some "
+            "40 ms for a cuDNN plan in each round of drafts (docs/log/cuda_kernels.md)",
             f"with such a model, export {CUDNN}=0",
         )
     kept = facts.cache_folder is not None and facts.cache_writable
     if facts.mlx_error is None and not kept:
         yield Advice(
             "note",
-            f"what rounds cost cannot be kept ({facts.cache_folder or 'nowhere'}), and "
-            "is measured in each process",
+            f"costs of rounds cannot be kept ({facts.cache_folder or 'nowhere'}), so "
+            "each process measures them again",
             "set MLX_SPECULATION_CACHE to a folder of yours",
         )

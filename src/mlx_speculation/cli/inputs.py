@@ -115,8 +115,8 @@ def checked_images(paths: Sequence[Path], prefix: str) -> list[Path]:
         check_input("--image", path)
     if paths and prefix:
         raise InvalidRequestError(
-            "--image and --prefill-response are given, and an answer about an image "
-            "begins by itself. Leave one of them out."
+            "--image and --prefill-response are given, but the beginning of an answer "
+            "about an image cannot be set. Leave one of them out."
         )
     return list(paths)
 

@@ -36,8 +36,8 @@ class KvOptions(KvLimits):
         check_input("--prompt-cache-file", file)
         if self.max_kv_size is not None:
             raise InvalidRequestError(
-                f"--max-kv-size is {self.max_kv_size}, and the caches come from "
-                f"--prompt-cache-file {str(file)!r}. Limit them where it is made."
+                f"--max-kv-size is {self.max_kv_size}, but the caches come from "
+                f"--prompt-cache-file {str(file)!r}. Limit them when you make it."
             )
 
     def before(
@@ -57,8 +57,8 @@ class KvOptions(KvLimits):
         made_for = loaded.metadata.get("model", model)
         if made_for != model and Path(made_for).resolve() != Path(model).resolve():
             raise InvalidRequestError(
-                f"--prompt-cache-file was made for the model {made_for!r}, and the "
-                f"target is {model!r}. Make it again for this one."
+                f"--prompt-cache-file was made for the model {made_for!r}, but the "
+                f"target is {model!r}. Make the file again for this target."
             )
         return loaded
 

@@ -27,7 +27,7 @@ class CacheOptions:
 
     cache_gigabytes: float | None = option(None, CACHE_SIZE, min=0.0, max=1e6)
     cache_folder: Path | None = option(
-        None, "Folder that keeps it for later processes too. Default: none."
+        None, "Folder that keeps the cache for later processes. Default: none."
     )
     cache_disk_gigabytes: float = option(
         20.0, "Size of the files in --cache-folder.", min=0.001, max=1e6

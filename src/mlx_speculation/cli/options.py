@@ -95,8 +95,8 @@ class TargetOptions(ModelOptions):
     )
     draft_vocabulary: Literal["intersection"] | None = option(
         None,
-        "The draft is a model with another tokenizer, and drafts the tokens that both "
-        "have.",
+        "Use a draft model with another tokenizer; it drafts the tokens that both "
+        "tokenizers have.",
         panel=DRAFT,
     )
     compile_draft: bool = option(

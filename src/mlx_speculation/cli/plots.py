@@ -30,8 +30,8 @@ def check_plot(path: str | Path) -> None:
     endings = _figure_class()().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in endings:
         raise InvalidRequestError(
-            f"The picture is to be {Path(path).name!r}, and its ending has to be one "
-            f"of {', '.join(sorted(endings))}."
+            f"The name of the picture is {Path(path).name!r}, but its ending must be "
+            f"one of {', '.join(sorted(endings))}."
         )
 
 

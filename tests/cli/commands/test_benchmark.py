@@ -205,7 +205,7 @@ def test_ctrl_c_shows_the_passes_that_are_whole(
         ([DRAFT], "There is no draft to measure. Give --draft a folder"),
         ([*PAIR[1:], "--draft-length", "0"], "--draft-length is 0, which is plain"),
         ([*PAIR[1:], "-p", ""], "A --prompt is empty. Give it a text."),
-        ([*PAIR[1:], "--plot", "out.txt"], "ending has to be one of"),
+        ([*PAIR[1:], "--plot", "out.txt"], "ending must be one of"),
         ([*PAIR[1:], "--plot", "nowhere/out.png"], "there is no folder"),
         ([*PAIR[1:], "--temp", "-1"], "temperature is -1.0"),
     ],

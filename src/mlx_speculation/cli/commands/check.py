@@ -54,7 +54,7 @@ class CompareOptions:
         """Return the prompt; refuse --tokens below the number of tokens of a draft."""
         if self.tokens < self.rows:
             raise InvalidRequestError(
-                f"--tokens is {self.tokens} and --rows {self.rows}, and a text has to "
+                f"--tokens is {self.tokens} and --rows {self.rows}, but a text must "
                 f"be as long as a draft. Give --tokens {self.rows} or more."
             )
         if self.prompt is None:
@@ -103,8 +103,8 @@ def check(
     judged = judge(result, usual_tolerance(result) if tolerance is None else tolerance)
     same = judged.verdict != "different" and (compared is None or compared.same)
     screen.table(_table(result))
-    texts = "" if pair.draft is None else ", and not at the texts"
-    stopped = f", as far as was looked before Ctrl-C: at {len(result)} places{texts}"
+    texts = "" if pair.draft is None else ", and no text was compared"
+    stopped = f", as far as checked before Ctrl-C: {len(result)} places{texts}"
     verdict = _verdict(judged, compared, same=same)
     screen.text(f"{verdict}{stopped if interrupted else ''}\n")
     screen.object(
@@ -149,9 +149,9 @@ def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
     plain, exact = value.plain_seconds * 1e3, value.exact_seconds * 1e3
     result = "exact keeps its promise here" if value.same else "EXACT IS NOT EXACT HERE"
     screen.text(
-        f"rows: {value}, up to {value.context} positions\n"
-        f"price: {exact:.2f} ms for a forward of {shape.rows} rows, where a plain step "
-        f"takes {plain:.2f} ms: {exact / plain:.2f} times as much\n"
+        f"rows: {value}, in contexts of up to {value.context} positions\n"
+        f"price: a forward of {shape.rows} rows takes {exact:.2f} ms, "
+        f"{exact / plain:.2f} times as much as a plain step with {plain:.2f} ms\n"
         f"result: {result}\n"
     )
     screen.object(

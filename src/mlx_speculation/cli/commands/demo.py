@@ -31,8 +31,8 @@ CACHE_GIGABYTES = 1.0
 ADVICE = """\
 tokens reused: prompt tokens kept from earlier prompts, which are not read again
 
-This model is small. Others report 1.4 to 2.2 times plain decoding for one of 9 B on an
-M4 Pro (mlx-dspark, code, by quantization). On yours:
+This model is small. Others report 1.4 to 2.2 times plain decoding for a 9 B model on an
+M4 Pro (mlx-dspark, code, by quantization). With your own model:
   mlx-speculation chat MODEL
   mlx-speculation report MODEL
 """
@@ -42,8 +42,8 @@ def demo(
     model: Annotated[
         Literal["bundled", "smollm2", "auto"],
         typer.Option(
-            help="The small bundled models; SmolLM2-135M-Instruct, which is fetched "
-            "once; or that one where it can be had."
+            help="bundled: small models; smollm2: SmolLM2-135M-Instruct, fetched once; "
+            "auto: smollm2 if it can be fetched, else bundled."
         ),
     ] = "bundled",
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 128,
@@ -65,7 +65,7 @@ def demo(
         if not comparisons:
             raise
         interrupted = True
-        screen.say("interrupted: these are done")
+        screen.say("interrupted: these texts are complete")
     screen.table(_table(comparisons))
     screen.text(ADVICE)
     screen.object(

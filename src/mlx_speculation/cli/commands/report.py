@@ -209,9 +209,9 @@ def _exact(measured: Measured) -> list[str]:
     price = result["exact_seconds"] / result["plain_seconds"]
     kept = "exact keeps its promise" if measured["same"] else "EXACT IS NOT EXACT"
     return [
-        f"{kept}: {result['differing']} of {result['rows']} tokens differ, up to "
-        f"{result['context']} positions. A forward of {measured['exact']} tokens takes "
-        f"{price:.2f} plain steps."
+        f"{kept}: {result['differing']} of {result['rows']} tokens differ, in contexts "
+        f"of up to {result['context']} positions. A forward of {measured['exact']} "
+        f"tokens takes {price:.2f} plain steps."
     ]
 
 

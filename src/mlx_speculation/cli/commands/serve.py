@@ -68,8 +68,8 @@ class AccessOptions:
         """Print a note if other machines can use the server without an API key."""
         if self.key is None and not _is_loopback(self.host):
             note(
-                f"it listens at {self.host}, which other machines may reach, and asks "
-                f"for no API key. Set {KEY}, or leave --host out."
+                f"the server listens at {self.host}, where other machines may reach it "
+                f"without an API key. Set {KEY}, or leave --host out."
             )
 
     @property
@@ -95,7 +95,7 @@ class ImageOptions:
         False, "Fetch images that requests name by http:// or https:// URLs."
     )
     fetch_private: bool = option(
-        False, "Fetch them from private, loopback and link-local addresses too."
+        False, "Fetch images from private, loopback and link-local addresses too."
     )
 
 

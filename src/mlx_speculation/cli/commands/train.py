@@ -20,7 +20,7 @@ from mlx_speculation.training.options import TrainOptions
 _QUIET = 15.0  # the maximum time, in seconds, without a printed line
 _ENDED = {
     "steps": "All steps were taken.",
-    "stale": "It ended early: evaluations no longer gained.",
+    "stale": "It ended early: evaluations no longer improved.",
     "data": "The dialogues are written; the same command without --data-only trains on "
     "them.",
     "time": "The time is up; the same command goes on from here.",
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def train(
     model: Model,
     options: TrainOptions,
-    out: Path = option(MISSING, "Folder for the draft; made, or resumed."),
+    out: Path = option(MISSING, "Folder for the draft; new, or of a run to resume."),
     trust_remote_code: TrustRemoteCode = False,
     blas: Blas = "auto",
     json: Json = False,
@@ -58,7 +58,7 @@ def train(
     screen.say(_ENDED[result.ended])
     if (speeds := result.speeds) is not None:
         screen.say(
-            f"{speeds.drafted:.1f} tokens/s with it and {speeds.plain:.1f} without, "
+            f"{speeds.drafted:.1f} tokens/s with drafts, {speeds.plain:.1f} without, "
             f"{speeds.length:.2f} tokens a round; {speeds.equal} of {speeds.texts} "
             "texts are the same."
         )
