@@ -178,7 +178,7 @@ def test_a_package_is_converted_once(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"sha256": "0" * 64}, "0000 is expected"),
+        ({"sha256": "0" * 64}, "instead of 0000"),
         ({"file": "small/y.gguf"}, "does not hold small/y.gguf"),
     ],
 )

@@ -25,7 +25,7 @@ def test_a_long_prompt_is_warned_of_and_read() -> None:
     generator, free = made(10), made(None)
     assert (generator.context_length, free.context_length) == (10, None)
     prompt = list(range(11))
-    with pytest.warns(ContextLengthNotice, match=r"has 11 tokens, .* made for 10 \("):
+    with pytest.warns(ContextLengthNotice, match=r"11 tokens, .* for at most 10, by"):
         stream = generator.stream(prompt, max_tokens=4)
     assert [chunk.token for chunk in stream] == free.generate(
         prompt, max_tokens=4

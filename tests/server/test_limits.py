@@ -63,7 +63,7 @@ def _server() -> Iterator[Server]:
 def test_a_body_that_is_too_large_is_refused_unread(server: Server) -> None:
     error = post(server, b"[" * 2001).refused(413)
     assert error["code"] == "body_too_large"
-    assert "2001 bytes, and 2000" in error["message"]
+    assert "2001 bytes; at most 2000" in error["message"]
     post(server, b"[" * 2000).refused(400)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     exchange(server, head % 10**17).refused(413)
