@@ -100,9 +100,13 @@ def test_what_the_model_is_made_for_is_not_left(model_len: int, longest: int) ->
     with serving(make, limits={"model_len": model_len}) as server:
         error = post(server, {**SHORT, "prompt": "A" * longest}).refused(400)
         assert error["code"] == "context_length_exceeded"
+        advice = {
+            0: "it: the model was made for 20 tokens.",
+            30: "it, or start the server with a larger --max-model-len.",
+        }
         assert error["message"] == (
             f"prompt is too long: {longest} tokens > {longest - 1} maximum. Shorten "
-            "it, or start the server with a larger --max-model-len."
+            f"{advice[model_len]}"
         )
         request = {**SHORT, "prompt": "A" * (longest - 3), "max_tokens": 50}
         answer = json.loads(post(server, request).body)

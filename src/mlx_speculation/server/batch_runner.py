@@ -67,6 +67,8 @@ class Rows:
         more = f", or start the server with a larger --{option}"
         if most == self._positions - 1:
             more = f": the model has a table of {self._positions} positions"
+        elif most != longest and not self._settings.limits.model_len:
+            more = f": the model was made for {self.longest} tokens"
         raise invalid(
             f"prompt is too long: {tokens} tokens > {most} maximum. Shorten it{more}.",
             field,

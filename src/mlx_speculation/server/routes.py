@@ -198,6 +198,8 @@ class Api:
         answer = _as_error(http, error)
         self._metrics.add("requests_refused", answer.status)
         path = http.url.path
+        said = answer.message[:200]  # shown as in Python, without line breaks
+        LOG.info("refused: %s %r: %d %r", http.method, path, answer.status, said)
         return JSONResponse(
             answer.body_for(path), answer.status, headers=answer.headers
         )

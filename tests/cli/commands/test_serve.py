@@ -78,7 +78,8 @@ def test_it_serves_until_a_signal_ends_it() -> None:
         assert process.stderr is not None
         rest = process.stderr.read()
         assert process.wait(30) == 0
-    first, *lines, last = rest.splitlines()
+    small, first, *lines, last = rest.splitlines()
+    assert small == "The context is 2048 tokens; agents begin with 10,000 to 25,000."
     assert "run its command in another terminal" in first
     assert last == "ending"
     agents = agent_lines(url.removesuffix("/v1"), "draft", 2048)
@@ -93,10 +94,12 @@ def test_it_serves_until_a_signal_ends_it() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="signals one thread by its number")
 def test_a_signal_that_another_thread_takes_ends_it_too() -> None:
     """The system may deliver a signal to any thread of the process."""
-    with served("--draft", "none") as (process, _):
+    with served("--draft", "none", "--max-model-len", "4096") as (process, _):
         threads = Path("/proc", str(process.pid), "task").iterdir()
         last = max(int(each.name) for each in threads)
         assert ctypes.CDLL(None).tgkill(process.pid, last, signal.SIGTERM) == 0
+        assert process.stderr is not None
+        assert "4096 tokens, and the model was made for 2048" in process.stderr.read()
         assert process.wait(60) == 0
 
 

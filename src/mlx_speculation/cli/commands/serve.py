@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 KEY = "MLX_SPECULATION_API_KEY"
 # The context in `agent_lines` is at most this; the config of a model may set no limit.
 MOST_CONTEXT = 1 << 20
+AGENT_TOKENS = 10_000  # the shortest first prompt of a coding agent, about
 LOOK_SECONDS = 0.5
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -195,7 +196,19 @@ def _until_stopped(
     server.start()
     with suppress(KeyboardInterrupt):
         screen.say(f"{settings.names[0]} is served at {server.url}/v1")
-        context = min(server.worker.main.longest, MOST_CONTEXT)
+        rows = server.worker.main
+        context = min(rows.longest, MOST_CONTEXT)
+        made_for = rows.generator.context_length or context
+        if context > made_for:
+            screen.say(
+                f"warning: --max-model-len allows {context} tokens, and the model was "
+                f"made for {made_for}: longer texts may be nonsense"
+            )
+        if context < AGENT_TOKENS:
+            screen.say(
+                f"The context is {context} tokens; agents begin with {AGENT_TOKENS:,} "
+                "to 25,000."
+            )
         screen.say("To use an agent with it, run its command in another terminal:")
         for agent, line in agent_lines(server.url, settings.names[0], context).items():
             typer.echo(f"\n# {agent}\n{line}", err=True)  # unwrapped, to be copied
