@@ -91,7 +91,7 @@ class Compared:
 def arms_of(drafts: Sequence[str], lengths: Sequence[int | None]) -> list[Arm]:
     """Return the arms: the two plain ones, then each draft at each length."""
     drafted = [
-        Arm(f"{name} {'auto' if length is None else f'k={length}'}", length, draft)
+        Arm(f"{name} {'adaptive' if length is None else f'k={length}'}", length, draft)
         for draft, name in enumerate(drafts)
         for length in lengths
     ]

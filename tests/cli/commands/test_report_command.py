@@ -39,7 +39,7 @@ def test_a_report_has_the_figures_of_all_commands_and_nothing_personal(
     assert page["exact"]["same"] is True
     assert f"{page['calibrate']['seconds_by_context']['512']['0'] * 1e3:.1f}" in text
     arms = {arm["name"]: arm for arm in page["benchmark"]["arms"]}
-    assert list(arms) == ["plain", "mlx-lm plain", "lookup auto", "lookup k=4"]
+    assert list(arms) == ["plain", "mlx-lm plain", "lookup adaptive", "lookup k=4"]
     for name, arm in arms.items():
         assert f"| {name} | {arm['speed']['median']:.1f} |" in text
     assert page["benchmark"]["drafts"] == ["lookup"]
@@ -125,3 +125,9 @@ def test_progress_of_a_command_is_shown(
     assert measured["same"] is True
     total = seen[0][1]
     assert seen == [(done, total) for done in range(1, total + 1)]
+
+
+@pytest.mark.parametrize(("drafted", "busy"), [(0.02, True), (0.05, False)])
+def test_costs_of_a_busy_machine_are_named(drafted: float, busy: bool) -> None:
+    costs = {"seconds_by_context": {"512": {"0": 0.04, "4": drafted}}}
+    assert (report.BUSY in report._calibrate(costs)) == busy

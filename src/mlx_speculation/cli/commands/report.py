@@ -18,6 +18,7 @@ from mlx_speculation.cli.load_pair import short_name
 from mlx_speculation.cli.options import DRAFT, Model, TrustRemoteCode
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.environment import machine, versions
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
 
 Measured = dict[str, Any]
@@ -29,12 +30,18 @@ SHARED: Mapping[str, Sequence[str]] = {
     "check": ("same", "rows"),
     "exact": ("same", "exact", "found"),
     "calibrate": ("seconds_by_context",),
-    "benchmark": ("drafts", "plain", "same", "passes", "tokens", "chat", "arms"),
+    "benchmark": (
+        *("drafts", "plain", "same", "passes", "tokens", "chat", "arms", "advice"),
+    ),
 }
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/\"']+/)+")
 _PROGRESS = re.compile(r".+: (\d+)/(\d+)")  # a line of `Screen.progress`
 ROWS = 8  # tokens in a forward of exact mode
 LENGTH = 4  # the fixed draft length of the benchmark
+BUSY = (
+    "A round with a draft took less time than a plain step, so the machine was busy in "
+    "some of them. Close other programs and run the report again."
+)
 
 
 def report(
@@ -60,8 +67,7 @@ def report(
     """
     screen = Screen()
     files = folder / "report.md", folder / "report.json"
-    for file in files:
-        check_output("--folder", file)
+    _check_folder(folder, files)
     drafts = list(dict.fromkeys([*(draft or ["auto"]), "lookup"]))
     remote = ["--trust-remote-code"] if trust_remote_code else []
     size = ["-m", str(tokens), "--passes", str(passes)]
@@ -94,6 +100,15 @@ def report(
         raise typer.Exit(INTERRUPTED)
     if any("error" in each for each in measured.values()):
         raise typer.Exit(FAILED)
+
+
+def _check_folder(folder: Path, files: Sequence[Path]) -> None:
+    if not folder.is_dir():
+        raise InvalidRequestError(
+            f"--folder is {str(folder)!r}, which is not a folder. Make it first."
+        )
+    for file in files:
+        check_output("--folder", file)
 
 
 def _run(
@@ -223,7 +238,13 @@ def _calibrate(measured: Measured) -> list[str]:
         cells = [table.get(str(n)) for n in lengths]
         shown = ["-" if each is None else f"{each * 1e3:.1f}" for each in cells]
         lines.append(_row(str(context), *shown))
-    return ["Milliseconds of a round by tokens drafted:", "", *lines]
+    title = "Milliseconds of a round by number of drafted tokens:"
+    return [title, "", *lines, *(["", BUSY] if any(map(_busy, costs.values())) else [])]
+
+
+def _busy(table: Mapping[str, float]) -> bool:
+    """Return whether a round with a draft took less time than a plain step."""
+    return "0" in table and any(each < 0.95 * table["0"] for each in table.values())
 
 
 def _benchmark(measured: Measured) -> list[str]:
@@ -236,10 +257,14 @@ def _benchmark(measured: Measured) -> list[str]:
         ratios = (over["median"], over["low"], over["high"])
         speeds = (f"{arm['speed']['median']:.1f}", *(f"{each:.2f}" for each in ratios))
         lines.append(_row(arm["name"], *speeds, accepted))
-    same = "equal" if measured["same"] else "NOT EQUAL"
     kind = "chat messages" if measured["chat"] else "texts"
     size = f"{measured['passes']} {kind} of up to {measured['tokens']} tokens"
-    return [f"{size}, all {same} to plain decoding's:", "", *lines]
+    text = "all equal" if measured["same"] else "NOT ALL EQUAL"
+    return [
+        f"{size}, {text} to those of plain decoding; `x plain` is the median of the "
+        "speeds over plain decoding's in the same pass:",
+        *("", *lines, "", measured["advice"]),
+    ]
 
 
 _SECTIONS = {
