@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
 
 CACHE_GIGABYTES = 1.0
+BUSY = 2.0  # ratio of the speeds of plain decoding that only a busy machine shows
 ADVICE = """\
 tokens reused: prompt tokens kept from earlier prompts, which are not read again
 
@@ -67,7 +68,9 @@ def demo(
         interrupted = True
         screen.say("interrupted: these texts are complete")
     screen.table(_table(comparisons))
-    screen.text(ADVICE)
+    screen.text(_busy(comparisons) + ADVICE)
+    if folder is not None:
+        screen.text(f"This model: {folder}\n")
     screen.object(
         command="demo",
         comparisons=[comparison.object for comparison in comparisons],
@@ -241,7 +244,10 @@ def _fetched(screen: Screen, *, needed: bool) -> Path | None:
 
 
 def _table(comparisons: Sequence[_Comparison]) -> Table:
-    table = Table(title="Plain decoding and decoding with drafts, tokens per second")
+    table = Table(
+        title="Plain decoding and decoding with drafts, tokens per second",
+        caption="* drafting paused, as it did not pay",
+    )
     for column in ("target", "text"):
         table.add_column(column, no_wrap=True)
     for column in ("plain", "drafts", "ratio", "tokens a round", "tokens reused"):
@@ -258,12 +264,25 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
             row.story,
             number(plain),
             number(drafted),
-            number(ratio) + (", drafting paused" if paused else ""),
+            number(ratio) + ("*" if paused else ""),
             number(sum(each.emitted for each in stats) / rounds),
             str(sum(each.reused for each in stats)),
             _sameness(row),
         )
     return table
+
+
+def _busy(comparisons: Sequence[_Comparison]) -> str:
+    """Return a line if plain decoding was not equally fast in all texts, else ""."""
+    for target in dict.fromkeys(each.target for each in comparisons):
+        speeds = [each.speeds[0] for each in comparisons if each.target == target]
+        if max(speeds) > BUSY * min(speeds):
+            return (
+                f"Plain decoding of {target} ran at {min(speeds):.1f} to "
+                f"{max(speeds):.1f} tokens/s: other programs were busy, so the ratios "
+                "say little. Run the demo again.\n\n"
+            )
+    return ""
 
 
 def _sameness(row: _Comparison) -> str:
