@@ -77,7 +77,7 @@ def test_text_is_that_of_mlx_vlm_under_every_draft(name: str, images: str) -> No
     assert got == plain_text(name, sizes)
 
 
-@pytest.mark.parametrize("first", range(0, len(OTHERS), 6))
+@pytest.mark.parametrize("first", others_slow(range(0, len(OTHERS), 6), (0, 18, 36)))
 def test_a_few_words_of_other_families_are_those_of_mlx_vlm(first: int) -> None:
     """Their full grid is slow, so each has one prompt and one drafter here."""
     for name in OTHERS[first : first + 6]:

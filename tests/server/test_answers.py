@@ -262,7 +262,10 @@ def make_words(strips: bool | None) -> Callable[..., SpeculativeGenerator]:
     return make
 
 
-@pytest.mark.parametrize("strips", [None, True, False])
+STRIPS = [None, pytest.param(True, marks=pytest.mark.slow), False]
+
+
+@pytest.mark.parametrize("strips", STRIPS)
 def test_text_and_offsets_begin_with_the_first_space(strips: bool | None) -> None:
     make = make_words(strips)
     generator = make()
@@ -302,7 +305,7 @@ def test_text_and_offsets_begin_with_the_first_space(strips: bool | None) -> Non
                 assert offsets == reported.text_offset[: len(offsets)]
 
 
-@pytest.mark.parametrize("strips", [None, True, False])
+@pytest.mark.parametrize("strips", STRIPS)
 def test_offsets_count_a_character_of_several_tokens_once(strips: bool | None) -> None:
     text = '"ñ 日b😀"'
     shape = {"name": "text", "schema": {"const": text.strip('"')}}

@@ -53,7 +53,7 @@ def covering(
     ]
 
 
-def others_slow(values: Iterable[str], quick: Collection[str]) -> list[Any]:
+def others_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """Return the values of one parameter, for pytest's parametrize; some are quick."""
     return [
         value if value in quick else pytest.param(value, marks=pytest.mark.slow)
