@@ -145,8 +145,6 @@ class RunningTogether:
                 gone.append(row)
         if gone:
             self.leave(gone)
-        for row in self.rows:
-            row.chunks = []
         if self._rounds.proposals.shared is not None:
             self._rounds.proposals.shared.follow(self._running.requests)
 

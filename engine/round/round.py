@@ -185,7 +185,7 @@ class Rounds:
             self.in_flight.lane_round.rollback()
             self.in_flight = None
 
-    def plain(self, cuts: Sequence[Cut], *, submit_next: bool = True) -> list[Read]:
+    def plain(self, cuts: Sequence[Cut], *, submit_next: bool) -> list[Read]:
         """Run a step and, with `submit_next`, submit the next one; see `verify`."""
         running = self.running
         if running.sequential:

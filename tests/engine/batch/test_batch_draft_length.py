@@ -261,3 +261,27 @@ def test_a_request_by_itself_drafts_on_the_credit_of_streams() -> None:
         lengths.limits(each, 100, [50] * rows, rows)
         assert (rule.credit is alone) == (rows == 1)
     assert rule.credit.steps[0] == FIRST_CREDIT
+
+
+def test_lookups_draft_in_one_round_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a round with drafts no step is in flight, and the next round drafts too."""
+    made = bench("llama")
+    prompts = [prompt_of(9), prompt_of(14)]
+    text = made.generator("none").generate
+    options: dict[str, Any] = {"max_tokens": 60, "stop_tokens": ()}
+    wanted = [text(prompt, **options).tokens for prompt in prompts]
+    generator = made.generator("lookup", draft_length=None)
+    for rows in (1, 2):
+        for source in generator.lengths.batch_sources(rows):
+            seconds = {n: 0.01 + 0.0002 * n for n in range(17)}
+            source.costs = RoundCosts({0: seconds})
+    monkeypatch.setattr(RoundCosts, "note", lambda *_: None)
+    with BatchGenerator(generator) as batch:
+        pairs = zip(prompts, wanted, strict=True)
+        uids = [batch.insert(p, prediction=t, **options) for p, t in pairs]
+        while batch.waiting or batch.running:
+            batch.next()
+        assert [batch.result(uid).tokens for uid in uids] == wanted
+        assert batch.stats.forwards <= 14
