@@ -5,7 +5,8 @@ drafters, such as lookups, belong to one request. A drafter reads the prompt bef
 first draft; all drafters together read at most one chunk between two rounds.
 """
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from mlx_speculation.engine.batch.request import BatchRequest
@@ -31,9 +32,14 @@ class BatchDecoder(Decoder):
     """
 
     def __init__(
-        self, running: Running, lengths: BatchDraftLength, sizes: RowSizes
+        self,
+        running: Running,
+        lengths: BatchDraftLength,
+        sizes: RowSizes,
+        emit: Callable[[Sequence[Read]], None],
     ) -> None:
         super().__init__(running)
+        self._emit = emit  # called with the outcomes before the policies learn
         self._running, self._proposals = running, self.rounds.proposals
         self.lengths, self._sizes = lengths, sizes
         self._rows: Sequence[BatchRequest] = ()
@@ -63,8 +69,8 @@ class BatchDecoder(Decoder):
             return SharedModel(BatchLane(lane.model, self._sizes))
         return None if head is None else SharedHead()
 
-    def _plan_round(self, forced: Collection[int]) -> Lengths:
-        self._context = 0
+    def _plan_round(self, forced: Collection[int], started: float) -> Lengths:
+        planning, self._context = time.perf_counter() - started, 0
         for row in self._rows:
             self._context = max(self._context, len(row.tokens))
         size, shared = self._running.lane.size, self._proposals.shared
@@ -78,7 +84,7 @@ class BatchDecoder(Decoder):
         if drafts:
             self._prepare(limits)
             self._met_new_shapes()  # forgets the prefill's shapes
-        self._running.clock.start(behind=self.ahead > 0)
+        self._running.clock.start(planning=planning, behind=self.ahead > 0)
         return self._divided(limits) if drafts else ((), ())
 
     def _submits_next(self) -> bool:
@@ -116,6 +122,7 @@ class BatchDecoder(Decoder):
             parts=seconds,
             fresh=self._met_new_shapes(),
         )
+        self._emit(result)
         for place, draft in enumerate(drafts):
             if draft.source == "forced":  # by a constraint, not proposed by a drafter
                 drafted[place] = accepted[place] = 0

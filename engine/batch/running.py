@@ -45,7 +45,7 @@ class RunningTogether:
         self._lane = BatchLane(model, sizes)
         self._statistics = statistics
         self._running = Running(self._lane, [], RoundClock(), alone=False)
-        self._decoder = BatchDecoder(self._running, lengths, sizes)
+        self._decoder = BatchDecoder(self._running, lengths, sizes, self._emit)
         self._rounds = self._decoder.rounds
 
     @property
@@ -108,22 +108,23 @@ class RunningTogether:
             drain: submit no further step, so that requests can join after the round.
         """
         self._begin()
-        rows, budgets, cuts = self.rows, [], []
+        rows, budgets, cuts, known = self.rows, [], [], []
         if not rows:
             return
         for row in rows:  # one loop: each comprehension would cost a call
             chunks = row.generation.chunks
             budgets.append(chunks.max_tokens - row.request.statistics.emitted)
             cuts.append(chunks.cut)
+            known.append(len(row.tokens))
         try:
-            result = self._decoder.next_round(budgets, cuts, drain=drain)
+            self._decoder.next_round(budgets, cuts, drain=drain)
         except BaseException:
-            for row in rows:
-                row.generation.chunks.undo()
+            for row, count in zip(rows, known, strict=True):
+                if len(row.tokens) == count:  # the round was undone, can run again
+                    row.generation.chunks.undo()
             raise
         self._statistics.forwards += 1
         self._statistics.row_rounds += len(rows)
-        self._emit(result)
         gone = [row for row in rows if row.ended]
         if gone:
             self.leave(gone)

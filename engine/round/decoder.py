@@ -1,8 +1,7 @@
-"""Decoders plan rounds, run them, and report them to the draft length policies.
+"""Decoders plan rounds, run them, and report to the policies of draft lengths.
 
-`Decoder` controls the rounds of one request or of many; its subclasses make the plans.
-`StreamDecoder` follows the policy of its only request; the decoder in
-`engine.batch.planning` finds one plan for all requests of a batch.
+`Decoder` controls the round of one request or of many. `StreamDecoder` follows the
+policy of its only request, `engine.batch.planning` one plan for all of a batch.
 """
 
 import time
@@ -56,10 +55,10 @@ class Decoder(ABC):
             self.room.append(budget - 1 - self.ahead)
         try:
             # 1. The policy picks k, within the budget and the room of the caches.
+            started = time.perf_counter()  # of the planning, forced drafts included
             if running.masked:
-                running.clock.start(behind=self.ahead > 0)
                 forced = forced_drafts(running, before.in_flight, self.room)
-            lengths, shared = self._plan_round(forced)
+            lengths, shared = self._plan_round(forced, started)
             drafts = [NOTHING] * len(budgets)
             if any(lengths) or any(shared):
                 drafts = rounds.proposals.propose(self.ahead, lengths, shared)
@@ -80,7 +79,7 @@ class Decoder(ABC):
         return result
 
     @abstractmethod
-    def _plan_round(self, forced: Collection[int]) -> Lengths:
+    def _plan_round(self, forced: Collection[int], started: float) -> Lengths:
         """Plan drafts except at `forced` places, read prompts, and start the clock."""
 
     @abstractmethod
@@ -122,15 +121,17 @@ class StreamDecoder(Decoder):
         plan = self._plan
         return plan is not None and (plan.length > 0 or self._next_plan is not None)
 
-    def _plan_round(self, forced: Collection[int]) -> Lengths:
+    def _plan_round(self, forced: Collection[int], started: float) -> Lengths:
         request, limit = self.request, self.room[0]
-        self._context, self._length = request.target.seen, 0
+        self._context, self._length, self._follows = request.target.seen, 0, None
         if request.target.quantization or request.target.shape:
             limit = request.within(limit)
         if request.warmup is not None:
+            before = time.perf_counter()
             limit = request.warmup.limit(self._context, limit)
-        self._follows, started = None, time.perf_counter()
+            started += time.perf_counter() - before
         if forced:
+            request.clock.start(planning=time.perf_counter() - started)
             return [0], ()
         if self._plan is None:  # else made in the last round, or left by a failed one
             self._plan = request.policy.plan(self._context, limit)
@@ -138,11 +139,10 @@ class StreamDecoder(Decoder):
             after = self.room[0] + self.ahead - 1
             self._next_plan = request.policy.plan(self._context + 1, after)
         planning, length = time.perf_counter() - started, self._plan.length
-        prefill = self.prefill
-        if not length or prefill.drafter_begun or prefill.drafter(self.fits):
+        if not length or self.prefill.drafter_begun or self.prefill.drafter(self.fits):
             self._follows = self._plan
-            drafts = request.drafter is not None
-            self._length = max(0, min(length, limit)) if drafts else 0
+            if request.drafter is not None:
+                self._length = max(0, min(length, limit))
         request.clock.start(planning=planning, behind=self.ahead > 0)
         return [self._length], ()
 

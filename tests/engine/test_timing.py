@@ -15,10 +15,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_speculation import Sampling, SpeculativeGenerator, pure, regex
+from mlx_speculation import (
+    BatchGenerator,
+    Sampling,
+    SpeculativeGenerator,
+    pure,
+    regex,
+)
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.engine.round import decoder
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock, RoundSeconds
 from support.covering import covering
@@ -101,6 +108,37 @@ class Nap:
         started = time.perf_counter()
         time.sleep(NAP)
         self.seconds += time.perf_counter() - started
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_search_for_forced_tokens_is_counted(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the step in flight."""
+    made, nap, planned = generator(build("llama", seed=7)), Nap(), list[float]()
+    forced, start = decoder.forced_drafts, RoundClock.start
+
+    def slow(*args: Any) -> Any:
+        nap.take()
+        return forced(*args)
+
+    def started(clock: RoundClock, *, planning: float = 0.0, **more: Any) -> None:
+        planned.append(planning)
+        start(clock, planning=planning, **more)
+
+    monkeypatch.setattr(decoder, "forced_drafts", slow)
+    monkeypatch.setattr(RoundClock, "start", started)
+    constraint = regex("x?y[a-z ]{60}", byte_tokenizer())
+    options: dict[str, Any] = {"constraint": constraint, "max_tokens": 12}
+    with BatchGenerator(made) as batch:
+        if rows == 1:
+            made.generate(PROMPT, draft_length=2, **options)
+        for _ in range(rows - 1):
+            batch.insert(PROMPT, draft_length=2, **options)
+        while batch.waiting or batch.running:
+            batch.next()
+    assert len([each for each in planned if each >= NAP]) >= 4
+    assert all(each >= NAP for each in planned if each)
 
 
 class Sleepy(ScriptedDrafter):

@@ -14,6 +14,7 @@ from mlx_speculation import (
     pure,
 )
 from mlx_speculation.engine import Proposal, Sequence
+from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.shared_drafters.shared_model import SharedModel
 from support.drafters.batches import (
     SAMPLINGS,
@@ -251,3 +252,33 @@ def test_reports_stops_and_origins_are_those_of_a_row_alone() -> None:
             assert result.logprobs == alone.logprobs
             assert result.stats.accepted == alone.stats.accepted
             assert result.stats.rounds == alone.stats.rounds
+
+
+def test_a_policy_that_fails_as_it_learns_costs_no_token() -> None:
+    """Its round is committed by then, and its tokens are handed out."""
+    made = bench("llama").generator("none")
+    options: dict[str, Any] = {"max_tokens": 12, "stop_tokens": ()}
+    wanted = made.generate(prompt_of(5), **options).tokens
+
+    class Failing(FixedDraftLength):
+        failed = 0
+
+        def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
+            self.failed += 1
+            if self.failed in (3, 12):  # in the middle, and as the text ends
+                raise RuntimeError("cannot learn")
+
+    with BatchGenerator(made) as batch:
+        uid = batch.insert(prompt_of(5), draft_length=Failing(0), **options)
+        failures, tokens = 0, list[int]()
+        while len(tokens) < len(wanted):
+            try:
+                responses = batch.next()
+            except RuntimeError:
+                failures += 1  # the next call returns what this one has not
+                continue
+            tokens += [each.chunk.token for each in responses if each.chunk]
+        assert failures == 2
+        assert batch.result(uid).tokens == wanted
+        assert batch.result(uid).stats.emitted == len(wanted) == 12
+    assert tokens == wanted
