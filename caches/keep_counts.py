@@ -38,8 +38,8 @@ def per_row(
         rows = journal.rows
         if rows is not None and rows != len(keep):
             raise InvalidRequestError(
-                f"commit({shown(keep)}) has numbers for {len(keep)} rows, but cache "
-                f"{place} can keep {rows} different numbers. Pass one number for each "
+                f"commit({shown(keep)}) has {len(keep)} numbers, but cache {place} "
+                f"takes {rows}, one for each of its rows. Pass one number for each "
                 "row, or a single number for all; batch caches come from merge()."
             )
     if not keep:
@@ -55,9 +55,10 @@ def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
     for row, number in enumerate(each):
         if number < 0 or (written is not None and number > written):
             where = "" if isinstance(keep, int) else f" of row {row}"
+            most = f", but {written} were written. Pass a number from 0 to {written}."
             raise InvalidRequestError(
-                f"commit({shown(keep)}) would keep {number} positions{where}, but "
-                f"{written} were written. Pass a number from 0 to {written}."
+                f"commit({shown(keep)}) would keep {number} positions{where}"
+                f"{'. Pass 0 or more.' if written is None else most}"
             )
 
 
@@ -77,9 +78,10 @@ def check_written(
     part = ragged or (written is not None and keep not in (0, written))
     if whole and part:
         raise InvalidRequestError(
-            f"commit({shown(keep)}) would keep a part of the {written} written "
-            "positions, but the speculation was opened with whole=True. Keep all or "
-            "nothing, or open it without whole=True."
+            f"commit({shown(keep)}) would keep a part of the "
+            f"{'' if written is None else f'{written} '}written positions, but the "
+            "speculation was opened with whole=True. Keep all or nothing, or open it "
+            "without whole=True."
         )
     uneven = {count for count in each if count} - {written}  # an unused layer wrote 0
     if uneven:

@@ -190,8 +190,9 @@ class Speculation:
         if not ordered or not live or len(each) > 1:
             raise InvalidRequestError(
                 f"move({[*rows]}) needs rows in rising order below {written}, the "
-                "number of written positions, and a speculation that is not isolated. "
-                "Pass the rows of one path."
+                "number of written positions, and the same number written by every "
+                "layer, and a speculation that is not isolated. Pass the rows of one "
+                "path."
             )
         move_rows(self._live, written, rows)
 

@@ -73,5 +73,5 @@ def _file(model: nn.Module, shape: FixedShape) -> MeasuredFile:
         "rows": shape.rows,
         "step": shape.step,
     }
-    lost = "Run mlx-speculation check --exact again."
+    lost = "The verdict is lost until mlx-speculation check --exact runs again."
     return MeasuredFile("exact", _VERSION, key, lost)

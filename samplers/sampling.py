@@ -213,9 +213,13 @@ def check_seed(seed: int, name: str = "seed") -> None:
 def _check(name: str, value: float, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high or math.isinf(value):
+        limits = f" from {low:g} to {high:g}"
+        if high == math.inf:
+            limits = "" if low == -math.inf else f" of {low:g} or more"
+        kept = name in ("xtc_threshold", "draft_temperature")  # 0 is a value as others
         raise InvalidRequestError(
-            f"{name} is {value!r}, and a finite number from {low:g} to {high:g} is "
-            "needed; 0 turns it off."
+            f"{name} is {value!r}, and a finite number{limits} is needed"
+            f"{'' if kept else '; 0 turns it off'}."
         )
 
 

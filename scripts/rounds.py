@@ -68,7 +68,9 @@ def rounds_(
     forwards: Annotated[int, typer.Option(min=2, help="Per repeat.")] = 12,
     processor_time: Annotated[
         bool,
-        typer.Option(help="Measure it, not wall time; for OPENBLAS_NUM_THREADS=1."),
+        typer.Option(
+            help="Measure processor time, not wall time; for OPENBLAS_NUM_THREADS=1."
+        ),
     ] = False,
     blas: opt.Blas = "auto",
     json_file: opt.Json = None,

@@ -152,7 +152,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="file, new or to be added to")
     parser.add_argument("--name", required=True, help="name of the pair")
     parser.add_argument("--model", type=Path, default=demo_models()["dense"])
-    parser.add_argument("--draft", default="lookup", help="draft of a generator")
+    said = "draft, as SpeculativeGenerator takes it"
+    parser.add_argument("--draft", default="lookup", help=said)
     parser.add_argument("--prompts", type=Path, help="JSON lines with `turns`")
     parser.add_argument("--per-group", type=int, default=3)
     parser.add_argument("--group", help="use only this group of prompts")

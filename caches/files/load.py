@@ -42,11 +42,14 @@ class LoadedCaches:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the only row."""
-        if self.rows is None or len(self.rows) != 1:
-            count = "no" if self.rows is None else len(self.rows)
+        if self.rows is None:
             raise InvalidRequestError(
-                f"The file has {count} rows of tokens, and `tokens` is for files with "
-                "one row. Read `rows`."
+                "The file has no tokens: it was not written by save_caches."
+            )
+        if len(self.rows) != 1:
+            raise InvalidRequestError(
+                f"The file has {len(self.rows)} rows of tokens, and `tokens` is for "
+                "files with one row. Read `rows`."
             )
         return self.rows[0]
 

@@ -201,8 +201,8 @@ def _check_tiles(ordered: list[tuple[str, Tensor]], size: int) -> None:
     for name, tensor in ordered:
         if tensor.start != position:
             raise FlawError(
-                f"{shown(name)} begins at byte {tensor.start} of the data, but the "
-                f"tensor before it ends at {position}"
+                f"{shown(name)} begins at byte {tensor.start} of the data instead of "
+                f"{position}"
             )
         position = tensor.stop
     if position != size:

@@ -135,8 +135,8 @@ def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
     reserved = PREFIX.removesuffix(".")
     if taken := [key for key in metadata if key.partition(".")[0] == reserved]:
         raise InvalidRequestError(
-            f"metadata has the key {taken[0]!r}, but keys that begin with {reserved!r} "
-            "are reserved. Choose another."
+            f"metadata has the key {taken[0]!r}, but the key {reserved!r} and keys "
+            f"that begin with {PREFIX!r} are reserved. Choose another."
         )
     return dict(metadata)
 

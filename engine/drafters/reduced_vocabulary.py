@@ -85,9 +85,11 @@ def checked_vocabulary(ids: Any, width: int) -> list[int]:
     """
     result = sorted(_checked_id(token) for token in ids)
     if not result or result[0] < 0 or result[-1] >= width:
-        said = f"ids from {result[0]} to {result[-1]}" if result else "0 ids"
+        said = "0 ids, but needs at least 1"
+        if result:
+            said = f"ids from {result[0]} to {result[-1]}"
         raise InvalidRequestError(
-            f"draft_vocabulary has {said}; it needs ids from 0 to {width - 1}. Make "
+            f"draft_vocabulary has {said}; each id must be from 0 to {width - 1}. Make "
             "one with reduced_vocabulary(...) and the target's tokenizer."
         )
     if len(set(result)) < len(result):

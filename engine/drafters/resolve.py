@@ -250,8 +250,8 @@ def _placed(named: DraftName, target: TargetInfo) -> TargetInfo:
         place = model_folder(named.target)
     if named.folder is None and not (place / "config.json").is_file():
         raise InvalidRequestError(
-            f"draft is {named.name!r}, which is searched in the target's folder, but "
-            f"{str(place)!r}, where the tokenizer is from, holds no model. Use "
+            f"draft is {named.name!r}, which is looked for in the target's folder, but "
+            f"{str(place)!r} holds no model. Use "
             "SpeculativeGenerator.from_pretrained(folder, draft=...)."
         )
     return replace(target, folder=place)

@@ -32,7 +32,8 @@ class First:
         return (
             f"row {row.index} of the draft after token {self.position} chooses token "
             f"{row.at_once} at once and {row.one_by_one} one by one; its two best "
-            f"logits are {row.margin:.3g} apart, the two ways {row.difference:.3g}"
+            f"logits are {row.margin:.3g} apart, and the logits of the two ways differ "
+            f"by up to {row.difference:.3g}"
         )
 
 

@@ -103,7 +103,7 @@ class GeneratorOptions:
         if checked > MOST_NODES:
             raise InvalidRequestError(
                 f"draft_tree is {nodes}; at most {MOST_NODES} nodes are allowed. Pass "
-                "15: more nodes cost more rows of the target than they gain."
+                "15: the rows of further nodes cost more time than they save."
             )
         for name, value in (("exact", self.shape), ("group", self.group)):
             if value is not None:

@@ -128,11 +128,12 @@ def take_own_ends(
         )
     columns = result.output or vocab
     if columns != (vocab if ids is None else ids.size):
-        table = "no d2t" if ids is None else f"a d2t of {ids.size}"
+        table = f" and no d2t, but the target has {vocab} ids"
+        if ids is not None:
+            table = f", but a d2t of {ids.size} ids (the target has {vocab})"
         raise ModelFolderError(
-            f"The {name} has {columns} columns of logits and {table}, which does not "
-            f"fit the target's {vocab} ids. Take a whole checkpoint of this target's "
-            f"{name}."
+            f"The {name} has {columns} columns of logits{table}. Take a whole "
+            f"checkpoint of this target's {name}."
         )
     return result
 
@@ -165,11 +166,17 @@ def features_of(
         widths = {groups[bits]} if known else set(groups.values())
     counts = sorted(width // target_dim for width in widths if not width % target_dim)
     if not counts:
-        many = " or ".join(map(str, sorted(widths))) or "unknown"
-        raise ModelFolderError(
+        many = " or ".join(map(str, sorted(widths)))
+        wrong = (
             f"fc of the {name} has input size {many}, which is not a multiple of the "
-            f"target's hidden size {target_dim}. Choose the {name} of this target."
+            f"target's hidden size {target_dim}."
         )
+        if not many:
+            wrong = (
+                f"The input size of fc of the {name} cannot be read from its shapes; "
+                f"it has to be a multiple of {target_dim}."
+            )
+        raise ModelFolderError(f"{wrong} Choose the {name} of this target.")
     return tuple(counts)
 
 
@@ -190,8 +197,8 @@ def check_layers(
     """
     if min(layers) < lowest or max(layers) >= trunk:
         raise ModelFolderError(
-            f"The {name} reads layers {list(layers)} of the target, but this target "
-            f"has only {trunk} layers, numbered from 0. Choose the {name} of this "
+            f"The {name} reads layers {list(layers)} of the target, but this target's "
+            f"layers go from 0 to {trunk - 1}. Choose the {name} of this "
             f"target{advice}."
         )
     if features and len(layers) not in features:

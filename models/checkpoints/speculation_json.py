@@ -76,9 +76,8 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
     if convention is not None:
         convention_of(convention, str(file))
         if draft == "lookup":
-            raise _wrong(
-                file, 'a convention and draft = "lookup"', "only one of them is"
-            )
+            both = 'a convention and draft = "lookup"'
+            raise _wrong(file, both, "one of them at most is allowed")
     return PairFile(
         file,
         draft,
@@ -91,12 +90,13 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
 
 def _folder(file: Path, draft: str) -> Path:
     """Return the folder at a path, or refuse the path."""
-    target, near = file.parent.resolve(), "a folder in the target's or beside that is"
+    target = file.parent.resolve()
+    near = "a folder inside the target's, or next to it, is"
     if PurePosixPath(draft).is_absolute():
         raise _wrong(
             file,
             f"draft = {draft!r}",
-            'a folder in the target\'s, such as "draft", or beside it, such as '
+            'a folder inside the target\'s, such as "draft", or next to it, such as '
             '"../draft", is',
         )
     try:
@@ -116,5 +116,5 @@ def _folder(file: Path, draft: str) -> Path:
 def _wrong(file: Path, result: str, wanted: str) -> ModelFolderError:
     return ModelFolderError(
         f"{str(file)!r} has {result}, and {wanted}"
-        f"{'' if wanted.endswith('known') else ' needed'}. {_ADVICE}"
+        f"{'' if wanted.endswith(('known', 'allowed')) else ' needed'}. {_ADVICE}"
     )

@@ -193,7 +193,13 @@ def layer_readings(
     """
     if nested(config, "eagle_config", "use_aux_hidden_state") is False:
         check_counts(counts)
-        check_layers([trunk - 1], NAME, trunk=trunk, features=features)
+        check_layers([trunk - 1], NAME, trunk=trunk)
+        if features and 1 not in features:
+            raise ModelFolderError(
+                f"fc of the {NAME} takes {' or '.join(map(str, features))} layers of "
+                "the target, but config.json has use_aux_hidden_state false, with "
+                f"which it has to take 1. Choose the {NAME} of this target."
+            )
         last: dict[LayerIds, tuple[tuple[int, ...], str]] = {
             "tuple": ((AFTER_NORM,), "'tuple' after the norm"),
             "layers": ((trunk - 1,), f"'layers' {[trunk - 1]}"),

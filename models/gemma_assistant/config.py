@@ -62,8 +62,9 @@ def read_assistant_settings(config: Config) -> AssistantSettings:
         if layers.vocab_size % centroids.groups or centroids.chosen > centroids.groups:
             raise ModelFolderError(
                 f"The {NAME} has {layers.vocab_size} tokens in {centroids.groups} "
-                f"groups and reads {centroids.chosen} of them; groups have to be of "
-                "one size. Take a whole checkpoint."
+                f"groups and reads {centroids.chosen} groups; the groups must divide "
+                f"the tokens evenly, and at most {centroids.groups} can be read. Take "
+                "a whole checkpoint."
             )
     width = number(config, "backbone_hidden_size", NAME)
     return AssistantSettings(width, layers, centroids)

@@ -77,9 +77,10 @@ def _end(traced: Trace, runs: list[ModuleCall]) -> _End:
     trunk = _returning(traced, norm)
     read = any(_to_logits(traced, call, norm.result) for call in traced.calls)
     if trunk is None and not (runs and read):
+        reason = "the head does not take it" if runs else "none of model.layers ran"
         raise _MissingError(
-            f"neither the head nor a module around the norms takes what the last norm "
-            f"after the layers, a {type(norm.module).__name__}, returns."
+            "no module around the last norm after the layers, a "
+            f"{type(norm.module).__name__}, returns its result, and {reason}."
         )
     return _End(norm, trunk, norm.result)
 

@@ -132,7 +132,7 @@ def _check_pixels(picture: Any, name: str, limits: ImageLimits) -> None:
     if across * down > limits.pixels or not across * down:
         raise InvalidRequestError(
             f"The image {name} has {across} x {down} pixels; 1 to {limits.pixels} "
-            "are allowed. Pass a smaller one."
+            "are allowed. Pass one of an allowed size."
         )
     frames = getattr(picture, "n_frames", 1)
     if frames > 1:

@@ -90,10 +90,10 @@ class Constrained:
             raise self._committed.failure
         if not (self._committed.goes_on or self._committed.may_end):
             raise ConstraintError(
-                f"After {self._count} tokens under it, the constraint allows none of "
-                f"the {int(self._usable.sum())} ids that can be chosen, and the text "
-                "may not end there. Loosen the constraint, or use a tokenizer that "
-                "can write what it requires."
+                f"After {self._count} constrained tokens, the constraint allows none "
+                f"of the {int(self._usable.sum())} ids that can be chosen, and the "
+                "text may not end there. Loosen the constraint, or use a tokenizer "
+                "that can write what it requires."
             )
 
     def place(self, path: Sequence[int]) -> Place | None:
@@ -178,8 +178,8 @@ class Constrained:
         place = self.place(path)
         if place is None:
             raise ConstraintError(
-                f"After {self._count} tokens under it, the constraint does not allow "
-                f"the chosen tokens {list(path)}. Choose from the masks."
+                f"After {self._count} constrained tokens, the constraint does not "
+                f"allow the chosen tokens {list(path)}. Choose from the masks."
             )
         return place
 

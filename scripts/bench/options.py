@@ -56,7 +56,7 @@ Repeats = Annotated[int, typer.Option(min=1)]
 Seed = Annotated[int, typer.Option(min=0)]
 Blas = Annotated[BlasName, typer.Option(help="BLAS for float32 on a Linux CPU.")]
 Json = Annotated[
-    Path | None, typer.Option("--json", help="File for the JSON object, too.")
+    Path | None, typer.Option("--json", help="Also write the JSON object to this file.")
 ]
 
 

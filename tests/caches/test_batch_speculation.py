@@ -52,9 +52,9 @@ def merged(kind: AttentionKind, lengths: list[int]) -> Any:
         ([9, 0, 5], r"commit\(\[9, 0, 5\]\) would keep 9 positions of row 0"),
         ([5, 5, 5], r"commit\(5\) would keep 5 positions, but 4 were"),
         (5, r"commit\(5\) would keep 5 positions, but 4 were"),
-        ([1, 2], r"numbers for 2 rows, but cache 0 can keep 3"),
-        ([1], r"numbers for 1 rows, but cache 0 can keep 3"),
-        ([], r"numbers for 0 rows, but cache 0 can keep 3"),
+        ([1, 2], r"has 2 numbers, but cache 0 takes 3"),
+        ([1], r"has 1 numbers, but cache 0 takes 3"),
+        ([], r"has 0 numbers, but cache 0 takes 3"),
         (mx.array([1, 2, 3]), r"with a array.*tolist"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_list_for_a_cache_of_one_sequence_has_one_number() -> None:
         with Speculation(caches) as speculation:
             write(speculation.caches[0], [0], 3)
             write(speculation.caches[1][0], [0], 3)
-            with pytest.raises(InvalidRequestError, match=r"for 2 rows.* can keep 1"):
+            with pytest.raises(InvalidRequestError, match=r"has 2 numbers.* takes 1"):
                 speculation.commit([1, 2])
             speculation.commit(keep)
         assert (caches[0].offset, caches[1][0].offset) == (2, 2)

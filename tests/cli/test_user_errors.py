@@ -23,8 +23,8 @@ HI = [*PLAIN, "-p", "hi"]
 
 
 NUMBERS = [
-    ("--temperature", "-1", "temperature is -1.0, and a finite number from 0"),
-    ("--temp", "nan", "temperature is nan, and a finite number from 0"),
+    ("--temperature", "-1", "temperature is -1.0, and a finite number of 0 or"),
+    ("--temp", "nan", "temperature is nan, and a finite number of 0 or"),
     ("--temp", "inf", "temperature is inf"),
     ("--top-p", "1.5", "top_p is 1.5, and a finite number from 0 to 1"),
     ("--min-p", "-0.1", "min_p is -0.1"),

@@ -247,7 +247,7 @@ def test_a_text_that_is_stuck_fails_after_the_same_tokens(
         PROMPT, draft_length=length, constraint=constraint, prompt_cache=caches
     )
     yielded = [next(stream).token for _ in range(3)]
-    with pytest.raises(ConstraintError, match=r"After 3 tokens .* none of the 257 ids"):
+    with pytest.raises(ConstraintError, match=r"After 3 .* none of the 257 ids"):
         next(stream)
     assert yielded == [1, 2, 3]
     assert stream.result.finish_reason == "error"

@@ -44,7 +44,7 @@ SEEDS = st.integers(0, 2**64 - 1)
         ({"logit_bias": {7: None}}, ["logit_bias", "7", "None"]),
         ({"logit_bias": 5}, ["logit_bias", "5", "list"]),
         ({"logit_bias": [7, 8]}, ["logit_bias", "7", "{50: -2.5}"]),
-        ({"logit_bias": [(7, 1.0), (7, 2.0)]}, ["logit_bias", "2 ids", "1 of them"]),
+        ({"logit_bias": [(7, 1.0), (7, 2.0)]}, ["logit_bias", "2 values", "1 diff"]),
         ({"logits_processors": len}, ["logits_processors", "len", "list"]),
         ({"logits_processors": ["x"]}, ["logits processor", "str", "callable"]),
         ({"seed": -1}, ["seed", "-1"]),

@@ -298,7 +298,7 @@ def test_layers_and_the_mask_of_a_new_drafter(tmp_path: Path) -> None:
     assert mask_id(tokenizer, VOCAB) == VOCAB - 1
     tokenizer.add_eos_token(VOCAB - 1)
     assert mask_id(tokenizer, VOCAB) == VOCAB - 2
-    with pytest.raises(InvalidRequestError, match="must name 1 or more different"):
+    with pytest.raises(InvalidRequestError, match="must name at least 1 layer"):
         drafter("dflash", layers=[1, 1])
 
 

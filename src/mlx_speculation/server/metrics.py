@@ -24,12 +24,17 @@ _SECONDS = (
 # One table for each kind of metric: full names, help texts, and labels. The methods of
 # `Metrics` take names without the prefix.
 _LEVELS = (
-    ("vllm:num_requests_running", "Requests that are being decoded."),
-    ("vllm:num_requests_waiting", "Requests that wait for a place in the batch."),
+    ("vllm:num_requests_running", "Texts that are being generated."),
+    (
+        "vllm:num_requests_waiting",
+        "Texts that are not generated yet: queued, or their prompt is being prepared "
+        "or read.",
+    ),
     ("mlx_speculation:prefix_cache_bytes", "Bytes in the prefix cache."),
     (
         "mlx_speculation:prefix_cache_restore_points",
-        "Positions in it where recurrent and sliding-window layers can resume.",
+        "Positions in the prefix cache where recurrent and sliding-window layers can "
+        "resume.",
     ),
     (
         "mlx_speculation:prefix_cache_evictions",
@@ -48,7 +53,11 @@ _COUNTS = (
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("vllm:request_success", "Generated texts that ended.", "finished_reason"),
-    ("mlx_speculation:requests_refused", "Requests that got an error.", "status"),
+    (
+        "mlx_speculation:requests_refused",
+        "Requests and connections that got an error.",
+        "status",
+    ),
     ("mlx_speculation:requests_cancelled", "Requests whose client went away."),
     ("vllm:spec_decode_num_drafts", "Rounds with drafts."),
     ("vllm:spec_decode_num_draft_tokens", "Drafted tokens."),
@@ -61,7 +70,7 @@ _COUNTS = (
     ("mlx_speculation:drafter_faults", "Drafters that were disabled after a fault."),
     (
         "mlx_speculation:rows_alone",
-        "Requests that could not be decoded together with others.",
+        "Texts that could not be decoded together with others.",
         "reason",
     ),
 )

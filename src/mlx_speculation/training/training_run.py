@@ -315,8 +315,8 @@ class Run:
         else:
             load_state(state, trainee.module, optimizer)
         self.reports.say(
-            f"{progress.steps} steps, {progress.step} of them taken, of "
-            f"{options.rows * options.accumulate} rows of {options.slots} slots; "
+            f"{progress.steps} steps of {options.rows * options.accumulate} rows with "
+            f"{options.slots} slots each, {progress.step} of them taken; "
             f"{len(learned)} dialogues, {batches.per_pass} batches a pass"
         )
         # A prompt and its answer can be longer than the slots.

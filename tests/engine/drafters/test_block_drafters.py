@@ -149,5 +149,5 @@ def test_a_passed_cache_costs_the_first_draft_alone(named: bool) -> None:
 def test_a_folder_with_a_drafter_is_known_by_its_config(tmp_path: Path) -> None:
     """A tiny drafter is refused as a drafter, and not as an unknown model."""
     folder = write_dflash(tmp_path, "full")
-    with pytest.raises(ModelFolderError, match="fc of the DFlash drafter takes 192"):
+    with pytest.raises(ModelFolderError, match="DFlash drafter has input size 192"):
         SpeculativeGenerator.from_pretrained(demo_models()["dense"], draft=folder)

@@ -203,7 +203,7 @@ def test_a_cascade_is_reduced_where_it_can_be() -> None:
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ([], "has 0 ids; it needs ids from 0 to 255"),
+        ([], "has 0 ids, but needs at least 1; each id must be from 0 to 255"),
         ([-1, 3], "has ids from -1 to 3"),
         ([3, 256], "has ids from 3 to 256"),
         ([3, 4, 3], "the id 3 twice"),

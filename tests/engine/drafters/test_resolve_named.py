@@ -116,7 +116,7 @@ def test_what_was_loaded_goes_with_its_target(tiny: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mtp", "auto"])
 def test_a_target_whose_folder_is_not_known_is_said(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match="searched in the target's folder"):
+    with pytest.raises(InvalidRequestError, match="looked for in the target's folder"):
         source(name, build("llama"), byte_tokenizer())
 
 

@@ -51,7 +51,8 @@ def test_the_first_row_that_differs_is_named() -> None:
     assert (judged.first.position, judged.first.row.index) == (7, 1)
     assert str(judged.first) == (
         "row 1 of the draft after token 7 chooses token 5 at once and 6 one by one; "
-        "its two best logits are 0.5 apart, the two ways 0.25"
+        "its two best logits are 0.5 apart, and the logits of the two ways differ by "
+        "up to 0.25"
     )
 
 

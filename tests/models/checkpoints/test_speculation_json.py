@@ -104,7 +104,7 @@ def test_other_paths_are_refused(draft: Any, folder: Path) -> None:
 
 def test_an_absolute_path_is_refused_also_to_the_right_folder(folder: Path) -> None:
     said(folder, {"draft": str(folder / "draft")})
-    with pytest.raises(ModelFolderError, match="beside it, such as"):
+    with pytest.raises(ModelFolderError, match="next to it, such as"):
         read_pair(folder, KINDS)
 
 

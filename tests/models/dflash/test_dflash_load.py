@@ -134,7 +134,7 @@ def test_layers_are_counted_from_0(
         ({}, [1], "has no target_layer_ids"),
         ({}, [2, 4], r"has no target_layer_ids, .* takes 2 or 4 of the target's 36"),
         ({}, [37], "takes 37 of the target's 36"),
-        ({"target_layer_ids": [1, 37]}, [2], "this target has only 36 layers"),
+        ({"target_layer_ids": [1, 37]}, [2], "this target's layers go from 0 to 35"),
         ({"aux_hidden_state_layer_ids": [-1, 5]}, [2], r"layers \[-2, 4\]"),
         ({"target_layer_ids": [1, 5]}, [3], "fc .* takes 3 layers .* names 2"),
         ({"target_layer_ids": []}, [], "a list of whole numbers"),

@@ -91,7 +91,7 @@ def test_an_assistant_that_is_not_whole_is_refused(
         ("", "model_type", "gemma4", "model_type in config.json is 'gemma4'"),
         ("", "backbone_hidden_size", None, "backbone_hidden_size None"),
         ("", "num_centroids", 15, "256 tokens in 15 groups"),
-        ("", "centroid_intermediate_top_k", 17, "in 16 groups and reads 17 of them"),
+        ("", "centroid_intermediate_top_k", 17, "in 16 groups and reads 17 groups"),
         ("text_config", "layer_types", None, "layer_types None"),
         (
             "text_config",

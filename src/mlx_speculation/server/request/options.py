@@ -54,7 +54,9 @@ def _stops(given: str | list[str]) -> list[str]:
 def _small(schema: Object) -> Object:
     size = len(json.dumps(schema))
     if size > LARGEST_SCHEMA:
-        raise ValueError(f"{size} characters; at most {LARGEST_SCHEMA} are allowed")
+        raise ValueError(
+            f"it has {size} characters, but at most {LARGEST_SCHEMA} are allowed"
+        )
     return schema
 
 

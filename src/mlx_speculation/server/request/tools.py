@@ -149,7 +149,7 @@ class Toolbox:
             self._passed_over.append(tool.name or tool.type)
             return
         if not tool.name:
-            raise invalid(f"{where} is a function without a name.", where)
+            raise invalid(f"{where} is a tool without a name.", where)
         custom = tool.type == "custom" and tool.parameters is None
         name = flat(tool.name, namespace)
         fields: Object = {"name": name, "description": tool.description}

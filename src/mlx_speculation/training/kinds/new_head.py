@@ -45,7 +45,8 @@ class NewHead(Trainee):
         self.layers = tuple(sorted(layers))
         if len(set(layers)) < len(layers) or not layers:
             raise InvalidRequestError(
-                f"layers is {list(layers)}; it must name 1 or more different layers."
+                f"layers is {list(layers)}; it must name at least 1 layer, and none "
+                "twice."
             )
         self.taps: HiddenStates = HiddenStates(
             model, layers=self.layers, after_norm=after_norm
