@@ -123,11 +123,12 @@ class RunningTogether:
                 if len(row.tokens) == count:  # the round was undone, can run again
                     row.generation.chunks.undo()
             raise
+        finally:  # also if a policy has failed to learn from a committed round
+            gone = [row for row in rows if row.ended]
+            if gone:
+                self.leave(gone)
         self._statistics.forwards += 1
         self._statistics.row_rounds += len(rows)
-        gone = [row for row in rows if row.ended]
-        if gone:
-            self.leave(gone)
         if self._running.interrupt is not None:
             raise self._running.interrupt
 

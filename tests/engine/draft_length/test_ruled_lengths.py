@@ -113,6 +113,6 @@ def test_a_prediction_needs_a_lookup_and_ids_of_the_target() -> None:
         with pytest.raises(InvalidRequestError, match="without a lookup"):
             generator.stream(PROMPT, prediction="some text")
     lookup = SpeculativeGenerator(model, tokenizer, draft="lookup")
-    with pytest.raises(InvalidRequestError, match="token id 300"):
+    with pytest.raises(InvalidRequestError, match="token id is 300"):
         lookup.stream(PROMPT, prediction=[1, 300])
     assert lookup.generate(PROMPT, prediction="", max_tokens=3).stats.emitted == 3
