@@ -10,7 +10,7 @@ import pytest
 
 from mlx_speculation import BatchGenerator
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.draft_length.base import Feedback
+from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength, row_bucket
 from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.draft_length.costs import RoundCosts
@@ -285,3 +285,30 @@ def test_lookups_draft_in_one_round_after_another(
             batch.next()
         assert [batch.result(uid).tokens for uid in uids] == wanted
         assert batch.stats.forwards <= 14
+
+
+@pytest.mark.parametrize("kind", ["lookup", "model"])
+def test_a_policy_learns_what_was_drafted_for_its_request(kind: str) -> None:
+    """Behind a step in flight the first token of a draft is a guess of the step's."""
+
+    class Noted(FixedDraftLength):
+        def __init__(self, length: int) -> None:
+            super().__init__(length)
+            self.feedback: list[Feedback] = []
+
+        def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
+            self.feedback.append(feedback)
+
+    policies = [Noted(3), Noted(5)]
+    with BatchGenerator(bench("llama").generator(kind)) as batch:
+        uids = [
+            batch.insert(prompt_of(9), draft_length=each, max_tokens=40, stop_tokens=())
+            for each in policies
+        ]
+        while batch.waiting or batch.running:
+            batch.next()
+        for uid, each in zip(uids, policies, strict=True):
+            stats = batch.result(uid).stats
+            assert sum(one.drafted for one in each.feedback) == stats.drafted > 0
+            assert sum(one.accepted for one in each.feedback) == stats.accepted
+        assert batch.stats.forwards == batch.stats.rounds
