@@ -26,6 +26,7 @@ from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength,
 from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round import decoder
+from mlx_speculation.engine.round.forced import forced_drafts
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock, RoundSeconds
 from support.covering import covering
@@ -116,7 +117,7 @@ def test_the_search_for_forced_tokens_is_counted(
 ) -> None:
     """It waits for the step in flight."""
     made, nap, planned = generator(build("llama", seed=7)), Nap(), list[float]()
-    forced, start = decoder.forced_drafts, RoundClock.start
+    forced, start = forced_drafts, RoundClock.start
 
     def slow(*args: Any) -> Any:
         nap.take()

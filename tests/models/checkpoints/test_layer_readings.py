@@ -103,7 +103,7 @@ def test_a_list_that_cannot_count_from_0_counts_from_1() -> None:
         assert "layers [1, 3, 5] are read (not probed)" in values.notice(
             (1, 3, 5), None
         )
-        with pytest.raises(ModelFolderError, match=r"layers \[2, 4, 6\].* 6 layers"):
+        with pytest.raises(ModelFolderError, match=r"layers \[2, 4, 6\].* from 0 to 5"):
             read(config, 6, [3], counts="layers")
 
 
