@@ -26,6 +26,7 @@ client.recv(1000)
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_ends_its_server() -> None:
     """Python waits for its threads at the end, and the server's threads do end."""
     command = python(PROGRAM.format(tests=str(Path(__file__).parents[1])))

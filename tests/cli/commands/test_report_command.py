@@ -46,6 +46,7 @@ def test_a_report_has_the_figures_of_all_commands_and_nothing_personal(
     assert set(page) == {"model", "machine", "versions", *report.SHARED}
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_leaves_its_error_without_the_path(tmp_path: Path) -> None:
     model = str(tmp_path / "private" / "empty")
     Path(model).mkdir(parents=True)

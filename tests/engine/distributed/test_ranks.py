@@ -16,9 +16,7 @@ import pytest
 from mlx_speculation.engine.distributed.ring_watch import STATUS
 from support.processes.ranks import Ended, run_ranks, wait_for
 
-DENSE_SLIDING_HYBRID = (
-    "llama:lookup,measured llama(sliding):mixed qwen3_5:mixed head/qwen3_5:mtp"
-)
+DENSE_HYBRID = "llama:lookup,measured qwen3_5:mixed head/qwen3_5:mtp"
 # For each way to divide a target: architectures for which mlx-lm has a method, but the
 # method fails, always or with drafts.
 REFUSED: list[tuple[str, dict[str, str]]] = [
@@ -108,11 +106,11 @@ def test_two_ranks_write_the_text_of_one_and_rank_0_decides_until_one_is_lost(
         killed.append(time.time())
         os.kill(processes[1], signal.SIGKILL)
 
-    program = f"processes.rank_streams.all_and_lost {DENSE_SLIDING_HYBRID}"
+    program = f"processes.rank_streams.all_and_lost {DENSE_HYBRID}"
     ended = run_ranks(program, tmp_path, meanwhile=kill)
     zero, one = (each.said for each in ended)
     said = check_texts([zero["texts"], one["texts"]])
-    assert len(said) == 5
+    assert len(said) == 4
     assert all(each["accepted"] for each in said if "lookup" in each["case"])
     _check_refusals(zero["decisions"], one["decisions"])
     _check_decisions(zero["decisions"], one["decisions"])
@@ -267,7 +265,7 @@ def test_a_rank_that_raises_or_ends_ends_the_text_of_the_other(
             "qwen3_moe:measured,plain",
             False,
         ),
-        ("tensor llama:mixed", True),
+        ("tensor llama:mixed llama(sliding):mixed", True),
     ],
 )
 def test_heads_pipelines_and_mlx_launch_write_the_text_of_one(
