@@ -246,7 +246,6 @@ def _fetched(screen: Screen, *, needed: bool) -> Path | None:
 def _table(comparisons: Sequence[_Comparison]) -> Table:
     table = Table(
         title="Plain decoding and decoding with drafts, tokens per second",
-        caption="* drafting paused, as it did not pay",
     )
     for column in ("target", "text"):
         table.add_column(column, no_wrap=True)
@@ -258,6 +257,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
         plain, drafted = row.speeds
         rounds = max(1, sum(each.rounds for each in stats))
         paused = any(each.paused for each in stats)
+        table.caption = "* drafting paused" if paused else table.caption
         ratio = drafted / max(plain, 1e-9)
         table.add_row(
             row.target,
