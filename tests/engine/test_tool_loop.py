@@ -36,6 +36,7 @@ KINDS: dict[str, Callable[[], Made]] = {
     "hybrid, mtp": lambda: mtp_on("qwen3_5"),
     "dense, eagle": lambda: eagle(build("llama", layers=4)),
 }
+QUICK = ("sliding", "hybrid, mtp", "dense, eagle")
 Run = Callable[[list[int]], Any]
 Runs = Callable[[SpeculativeGenerator], Run]
 
@@ -130,7 +131,8 @@ def check(kind: str, runs: Runs, several: bool, head: int, turns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "runs", "several"), covering(KINDS, (streams, batches), (False, True))
+    ("kind", "runs", "several"),
+    covering(KINDS, (streams, batches), (False, True), quick=(0, QUICK)),
 )
 def test_a_tool_loop_reads_its_context_once(
     kind: str, runs: Runs, several: bool

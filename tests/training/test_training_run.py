@@ -92,7 +92,7 @@ def test_a_head_learns_to_draft(
 @pytest.mark.parametrize(
     ("how", "at"),
     [
-        ("Ctrl-C", 8),
+        pytest.param("Ctrl-C", 8, marks=pytest.mark.slow),
         pytest.param("Ctrl-C", 4, marks=pytest.mark.slow),
         pytest.param("killed", 8, marks=pytest.mark.slow),
         pytest.param("killed", 4, marks=pytest.mark.slow),

@@ -453,6 +453,7 @@ def test_tensors_may_not_overlap(path: Path) -> None:
         load_caches(path)
 
 
+@pytest.mark.slow
 def test_very_many_small_parts_cost_no_more_than_their_bytes(path: Path) -> None:
     caches = [ArraysCache(64) for _ in range(400)]
     save_caches(path, caches, [[] for _ in range(4_000)])

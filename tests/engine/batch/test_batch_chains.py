@@ -225,7 +225,8 @@ def test_rows_of_a_chain_draft_what_they_do_alone(
 
 
 @pytest.mark.parametrize(
-    ("name", "head"), [*covering(TARGETS, HEADS), ("full", "dense")]
+    ("name", "head"),
+    [*covering(TARGETS, HEADS), pytest.param("full", "dense", marks=SLOW)],
 )
 def test_rows_of_an_assistant_draft_what_they_do_alone(name: str, head: str) -> None:
     """This holds for wrapped windows, windows that are not full, and quantized rows."""

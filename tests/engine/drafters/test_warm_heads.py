@@ -411,7 +411,10 @@ def in_a_batch(ours: SpeculativeGenerator, prompts: list[list[int]]) -> list[Any
         return [batch.result(uid) for uid in uids]
 
 
-@pytest.mark.parametrize(("kind", "runs"), covering(DRAFTED, (in_streams, in_a_batch)))
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    covering(DRAFTED, (in_streams, in_a_batch), quick=(0, ("hybrid", "dense, eagle"))),
+)
 def test_acceptance_of_warm_requests_is_that_of_cold_ones(
     kind: str, runs: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
