@@ -7,13 +7,13 @@ numbers of rows. With these sizes it goes through ten:
 
     1  2  3  4  6  8  12  16  24  32  48  64 ...
 
-The padding rows are then fewer than half of the live rows, and on average 13 % of them
-while a batch shrinks from 32 rows to 1. Powers of two would give six sizes, up to twice
-as many rows in total as live rows, and 29 % of padding. A plan is made once, but a
-padding row costs time in each round.
+There are then fewer than half as many padding rows as live rows, and on average 13 % as
+many while a batch shrinks from 32 rows to 1. Powers of two would give six sizes, up to
+twice as many rows in total as live rows, and 29 % of padding. A plan is made once, but
+a padding row costs time in each round.
 
-Draft lengths of a batch are limited to these sizes too, and forwards of other lengths
-are padded: a new number of positions also needs a new plan, and new CUDA graphs.
+A batch also drafts these lengths only, and a forward over any other number of positions
+is padded: a new number needs a new plan, and new CUDA graphs.
 """
 
 from dataclasses import dataclass

@@ -143,7 +143,7 @@ class DraftRule:
         return self._decided(context, longest, offered, plain, behind)
 
     def expects(self, context: int, offered: Offered) -> bool:
-        """Return whether one of these drafts would be made without a step in flight."""
+        """Return whether the rule would choose a draft if no step were in flight."""
         plain = self.plain(context)
         if plain is None or self._measures(context):
             return False

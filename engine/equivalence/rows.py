@@ -70,8 +70,8 @@ def verify_both_ways(
 ) -> Iterator[Place]:
     """Yield comparisons at places that are evenly spread over the text.
 
-    The text up to a place is fed in forwards over k + 1 tokens or over one token,
-    alternately: forwards over several tokens change the order of keys in a ring cache.
+    The text before every other place is fed in forwards over k + 1 tokens, else one by
+    one, since forwards over several tokens change the order of keys in a ring cache.
 
     Raises:
         InvalidRequestError: the text is too short.

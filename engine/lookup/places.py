@@ -9,9 +9,9 @@ from mlx_speculation.engine.lookup.automaton import (
     SuffixAutomaton,
 )
 
-# The largest number of tokens indexed at once: other requests wait for these 8 ms.
+# The largest number of tokens indexed at once. Other requests wait 8 ms for it.
 CHUNK = 2048
-# A cursor that has to start anew searches for this many last tokens of the text.
+# A cursor that has to start anew looks up only so many of the text's last tokens.
 LONGEST_SEARCH = 64
 
 

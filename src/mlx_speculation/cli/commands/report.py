@@ -145,7 +145,7 @@ def _stage(name: str, words: Sequence[str], progress: Report) -> Measured:
     if name == "benchmark":
         shared["drafts"] = [short_name(each) for each in shared["drafts"]]
     for place in (shared.get("rows"), *shared.get("arms", ())):
-        if isinstance(place, dict):  # these two fields have tokens of texts
+        if isinstance(place, dict):  # both fields hold tokens of texts
             place.pop("first", None)
             place.pop("partings", None)
     result: Measured = json.loads(_without_paths(json.dumps(shared)))

@@ -1,8 +1,8 @@
 """Rows of one shape, cut from dialogues in an order determined by a seed.
 
 Each pass shuffles the dialogues, joins them to one text and cuts that into rows, so
-rows have no padding. The last tokens of a row, which its last slots draft, are also the
-first tokens of the next row. No slot (position to draft from) belongs to two rows.
+rows have no padding. A slot is a position to draft from. The last slots of a row draft
+its last tokens, which are also the first of the next row. No slot is in two rows.
 """
 
 from collections.abc import Sequence
