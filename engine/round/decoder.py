@@ -122,7 +122,7 @@ class StreamDecoder(Decoder):
         return plan is not None and (plan.length > 0 or self._next_plan is not None)
 
     def _plan_round(self, forced: Collection[int], started: float) -> Lengths:
-        request, limit = self.request, self.room[0]
+        request, limit, behind = self.request, self.room[0], self.ahead > 0
         self._context, self._length, self._follows = request.target.seen, 0, None
         if request.target.quantization or request.target.shape:
             limit = request.within(limit)
@@ -131,7 +131,7 @@ class StreamDecoder(Decoder):
             limit = request.warmup.limit(self._context, limit)
             started += time.perf_counter() - before
         if forced:
-            request.clock.start(planning=time.perf_counter() - started)
+            request.clock.start(planning=time.perf_counter() - started, behind=behind)
             return [0], ()
         if self._plan is None:  # else made in the last round, or left by a failed one
             self._plan = request.policy.plan(self._context, limit)
@@ -143,7 +143,7 @@ class StreamDecoder(Decoder):
             self._follows = self._plan
             if request.drafter is not None:
                 self._length = max(0, min(length, limit))
-        request.clock.start(planning=planning, behind=self.ahead > 0)
+        request.clock.start(planning=planning, behind=behind)
         return [self._length], ()
 
     def _submits_next(self) -> bool:

@@ -57,11 +57,8 @@ class Request:
 
     def within(self, limit: int) -> int:
         """Return `limit`, cut to the tokens for which the target's caches have room."""
-        target = self.target
-        if not (target.quantization or target.shape):
-            return limit
-        unseen = len(self.sequence.tokens) - target.seen
-        return min(limit, target.room - max(1, unseen))
+        unseen = len(self.sequence.tokens) - self.target.seen
+        return min(limit, self.target.room - max(1, unseen))
 
     @property
     def text(self) -> Constrained | None:

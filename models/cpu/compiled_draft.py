@@ -36,7 +36,7 @@ _SAMPLE = (3, 1, 2, 0)
 
 
 class FixedKeys:
-    """Stand-in for a `KVCache` in a compiled step.
+    """Substitute for a `KVCache` in a compiled step.
 
     Args:
         keys: [1, heads, rows, dim]; the rows before the offset are in use.

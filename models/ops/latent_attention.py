@@ -47,7 +47,7 @@ ATTENTIONS = frozenset(
 
 
 class _Latents:
-    """Stand-in for an attention's cache; keeps the latents that the cache returned."""
+    """Substitute for an attention's cache; keeps the latents that the cache returned."""
 
     __slots__ = ("attention", "cache", "shown")
 

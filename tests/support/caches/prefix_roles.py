@@ -22,7 +22,7 @@ ROW = 2 * 2 * 4  # bytes of a key and a value of two numbers
 
 
 class Owner(nn.Module):
-    """A stand-in for a model, without weights."""
+    """A substitute for a model, without weights."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

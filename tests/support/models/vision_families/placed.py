@@ -76,7 +76,7 @@ def _bounds(ids: mx.array) -> dict[str, mx.array]:
 
 
 class _Sam(nn.Module):
-    """A small stand-in for SAM: a convolution that returns [n, 2, 2, 32]."""
+    """A small substitute for SAM: a convolution that returns [n, 2, 2, 32]."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
