@@ -186,7 +186,7 @@ def _run_batch(
 def measure_part(start: StartStream, context: int) -> int:
     """Return the fastest part size: how many layers a forward submits at once.
 
-    See `models.submit_layers`; 0: all layers. Rounds of all sizes alternate.
+    See `models.lanes.submit_layers`; 0: all layers. Rounds of all sizes alternate.
     """
     seconds: dict[int, list[float]] = {size: [] for size in PART_SIZES}
     with start(calibration_prompt(context), FixedDraftLength(PART_DRAFT)) as stream:

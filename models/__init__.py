@@ -44,6 +44,7 @@ from mlx_speculation.models.lanes.rehearsal import (
 )
 from mlx_speculation.models.lanes.restore_points import RestorePoints
 from mlx_speculation.models.lanes.single import Lane, LaneRound, Sliding
+from mlx_speculation.models.lanes.submit_layers import PART_SIZES, usual_part
 from mlx_speculation.models.load_model import check_target, load, mlx_lm_speed, wired
 from mlx_speculation.models.model_folder import (
     check_model_folder,
@@ -66,7 +67,6 @@ from mlx_speculation.models.sharding import (
     mark_of,
     spread_as,
 )
-from mlx_speculation.models.submit_layers import PART_SIZES, usual_part
 from mlx_speculation.models.token_ids import (
     TokenIds,
     check_same_ids,

@@ -93,7 +93,7 @@ class RequestLane(Protocol):
         requests: the number of requests.
         holder: the batch that holds the lane's request; None: the lane itself holds it.
         part: the number of layers that a round submits at once; 0: all of them. See
-            `models.submit_layers`.
+            `models.lanes.submit_layers`.
     """
 
     model: nn.Module

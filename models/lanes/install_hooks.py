@@ -6,11 +6,11 @@ import mlx.nn as nn
 
 from mlx_speculation.models.instance_hooks import Hook, Hooked
 from mlx_speculation.models.introspect.position_table import position_hooks
+from mlx_speculation.models.lanes.submit_layers import layer_hooks
 from mlx_speculation.models.ops import dispatch
 from mlx_speculation.models.ops.latent_attention import absorbing_hooks
 from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.recurrent.recorder import mixer_hooks
-from mlx_speculation.models.submit_layers import layer_hooks
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:

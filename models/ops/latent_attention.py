@@ -47,7 +47,7 @@ ATTENTIONS = frozenset(
 
 
 class _Latents:
-    """Substitute for an attention's cache; keeps the latents that the cache returned."""
+    """Substitute for an attention's cache, whose returned latents it keeps."""
 
     __slots__ = ("attention", "cache", "shown")
 
