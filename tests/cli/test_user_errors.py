@@ -147,7 +147,8 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
     (ends / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
     assert "has eos_token_id 'x', which is not a whole number" in said(ends)
 
-    assert "this is a drafter" in commands.refused("serve", demo_models()["eagle"])
+    eagle = demo_models()["eagle"]
+    assert "this is a drafter" in commands.refused("serve", eagle, "--port", "0")
 
     unknown = copy_of("draft", tmp_path / "unknown")
     (unknown / "config.json").write_text('{"model_type": "perceptron"}')
