@@ -1,7 +1,7 @@
 """The drafter with a smaller model that has the target's token ids."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Lane,
-    LaneRound,
     ReducedOutput,
+    RequestLane,
     check_same_ids,
     find_parts,
     load,
@@ -139,8 +139,52 @@ class ModelDraft(FolderDraft):
         return ModelDrafter(make, first, reduced=self._reduced)
 
 
+class ModelRound:
+    """Chains of drafted tokens for all requests of a draft model's lane.
+
+    Args:
+        lane: the lane.
+        count: the largest number of tokens that `draft` feeds for each request.
+    """
+
+    def __init__(self, lane: RequestLane, count: int) -> None:
+        self._round = lane.begin(count)
+        self._lag = self._fed = 0
+
+    def draft(
+        self, unseen: mx.array, count: int, choose: Callable[[mx.array], mx.array]
+    ) -> None:
+        """Draft `count` tokens for each request, in one forward for each token.
+
+        Args:
+            unseen: the known tokens that the lane lacks, uint32 [requests, n].
+            count: at least 1.
+            choose: gets logits [requests, vocab]; returns the next tokens, [requests].
+        """
+        self._lag = unseen.shape[1]
+        for fed in range(count):
+            logits = self._round.forward(unseen)[:, -1]
+            self._fed = fed
+            unseen = choose(logits)[:, None]
+
+    def commit(self, accepted: SequenceOf[int], *, even: bool = False) -> None:
+        """Keep known and accepted tokens; the last drafted token was not fed.
+
+        Args:
+            accepted: how many drafted tokens of each request are accepted.
+            even: whether to drop one token more if not all are accepted, so that the
+                lane lacks two tokens of every request.
+        """
+        lag, fed = self._lag, self._fed
+        self._round.commit([lag - even + min(n, fed + even) for n in accepted])
+
+    def rollback(self) -> None:
+        """Undo the round, even after a commit. Never raises."""
+        self._round.rollback()
+
+
 class ModelDrafter(OpenDrafter):
-    """Drafts a chain of tokens with a draft model, in one forward for each token.
+    """Drafts for one request with a draft model.
 
     Args:
         make_lane: makes a new lane of the draft model with empty caches.
@@ -158,10 +202,8 @@ class ModelDrafter(OpenDrafter):
         self._make_lane = make_lane
         self._first_lane = lane
         self._lane = lane or make_lane()
-        self._round: LaneRound | None = None
+        self._round: ModelRound | None = None
         self._reduced = reduced
-        self._lag = 0
-        self._fed = 0
 
     @property
     def lane(self) -> Lane:
@@ -210,15 +252,15 @@ class ModelDrafter(OpenDrafter):
         if limit <= 0:
             return PAUSED
         self._catch_up(sequence)
-        lag = sequence.tokens[self._lane.seen :]
-        self._lag, self._fed = len(lag), 0
-        self._round = self._lane.begin()
-        inputs, chain = mx.array(lag), DraftChain(choose, sequence)
-        ids = None if self._reduced is None else self._reduced.ids
-        for count in range(limit):
-            logits = self._logits(self._round, inputs)
-            self._fed = count
-            inputs = chain.add(logits, ids)
+        unseen = mx.array([sequence.tokens[self._lane.seen :]])
+        self._round = ModelRound(self._lane, unseen.shape[1] + limit - 1)
+        chain, reduced = DraftChain(choose, sequence), self._reduced
+        if reduced is None:
+            self._round.draft(unseen, limit, chain.add)
+        else:
+            ids = reduced.ids
+            with reduced.only():
+                self._round.draft(unseen, limit, lambda each: chain.add(each, ids))
         return Proposal.of(chain.chosen, source="model")
 
     def _most(self, sequence: Sequence) -> int:
@@ -231,13 +273,6 @@ class ModelDrafter(OpenDrafter):
         for start, stop in sequence.images:
             unseen -= max(0, stop - max(start, lane.seen))
         return lane.room - unseen + 1
-
-    def _logits(self, lane_round: LaneRound, tokens: mx.array) -> mx.array:
-        """Feed tokens, and return the logits after the last, [1, vocab] or [1, n]."""
-        reduced = self._reduced
-        with nullcontext() if reduced is None else reduced.only():
-            logits = lane_round.forward(tokens)
-        return logits if len(logits) == 1 else logits[-1:]
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Feed all unseen tokens but the last, if they are too many for a round."""
@@ -264,12 +299,9 @@ class ModelDrafter(OpenDrafter):
         return lane.feed(tokens[lane.seen : -1], fits=fits)
 
     def settle(self, accepted: int) -> None:
-        """Keep the known tokens and the accepted ones that the model was fed.
-
-        The last token of a full draft was not fed.
-        """
+        """Keep the known tokens and the accepted ones that the model was fed."""
         assert self._round is not None
-        self._round.commit(self._lag + min(accepted, self._fed))
+        self._round.commit([accepted])
 
     def discard(self) -> None:
         """Undo the round."""

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import Proposal
-from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG
+from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG, ModelRound
 from mlx_speculation.engine.shared_drafters.shared import (
     Drafted,
     SharedChain,
@@ -114,17 +114,14 @@ class SharedModel(SharedDrafter):
         lag = self._lag()
         tokens = [request.sequence.tokens[-lag:] for request in self._requests]
         inputs = mx.array(tokens, mx.uint32)
-        self._round = self.lane.begin(lag + max(most) - 1)
+        self._round = ModelRound(self.lane, lag + max(most) - 1)
         chain = self._chain = SharedChain(self._requests)
-        for _ in range(max(most)):
-            chosen = chain.choose(self._round.forward(inputs)[:, -1])
-            inputs = chosen[:, None]
+        self._round.draft(inputs, max(most), chain.choose)
         return chain.drafts(most, "model")
 
     def _keep(self, accepted: list[int]) -> None:
         """Keep the rows of each request's known tokens, except the last two tokens."""
-        lag = self._lag()
-        self._round.commit([lag - 1 + count for count in accepted])
+        self._round.commit(accepted, even=True)
 
     def _lags(self) -> list[int]:
         """Return how many known tokens of each request the lane does not hold."""
