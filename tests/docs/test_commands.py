@@ -165,8 +165,8 @@ def _shell(words: list[str]) -> None:
     assert words in (
         ["git", "clone", "https://github.com/mlx-speculation/mlx-speculation"],
         ["cd", "mlx-speculation"],
-        ["python3", "-m", "venv", "env"],
-        [".", "env/bin/activate"],
+        ["python3", "-m", "venv", ".venv"],
+        [".", ".venv/bin/activate"],
     ), words
 
 

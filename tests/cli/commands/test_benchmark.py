@@ -65,6 +65,16 @@ def test_all_arms_are_measured_and_their_texts_compared(
     assert report["advice"].startswith(("Best here", "No draft pays"))
 
 
+def test_two_names_of_the_same_lookup_are_measured_once(commands: Commands) -> None:
+    """The target's folder offers no draft, so "auto" is a lookup."""
+    words = ["benchmark", DRAFT, "--draft", "auto", "--draft", "lookup", "-m", "6"]
+    done = commands(*words, "--draft-length", "2", "-p", "A list", "--passes", "1")
+    assert done.exit_code == 0
+    assert "lookup is not measured: it is the same draft as auto" in done.stderr
+    assert "auto k=2" in done.stdout
+    assert "lookup k=2" not in done.stdout
+
+
 @pytest.mark.parametrize("draft", ["lookup", "auto"])
 def test_a_lookup_does_not_know_the_answers_of_other_runs(
     commands: Commands, draft: str

@@ -103,10 +103,10 @@ def benchmark(
     given = run.texts()
     here = begin(drafts.blas, screen)
     sampling.check()
-    names = [str(pair.draft) for pair in pairs]
-    labels = [Path(name).name or name for name in names]
     lengths = _lengths(drafts.draft_length, run.compare_length or ())
-    generators = _generators(pairs, lengths, screen)
+    drafted = _generators(pairs, lengths, screen)
+    names, generators = list(drafted), list(drafted.values())
+    labels = [Path(name).name or name for name in names]
     tokenizer = generators[0].tokenizer
     chance = sampling.sampling(tokenizer).with_seed()
     chat = template.applies(tokenizer)
@@ -146,11 +146,26 @@ def benchmark(
 
 def _generators(
     pairs: Sequence[PairOptions], lengths: Sequence[int | None], screen: Screen
-) -> "list[SpeculativeGenerator]":
-    """Return a generator for each draft; calibrate them if a length is adaptive."""
+) -> "dict[str, SpeculativeGenerator]":
+    """Return a generator for each draft; calibrate them if a length is adaptive.
+
+    Of lookups with the same length only the first is measured, since "auto" is a lookup
+    where the target's folder offers no other draft.
+    """
     first = open_pair(pairs[0], screen)
-    generators = [first, *(beside(first, pair) for pair in pairs[1:])]
-    for generator in generators if None in lengths else ():
+    generators = {str(pairs[0].draft): first}
+    lookups: dict[int | None, str] = {}
+    for pair in pairs:
+        name = str(pair.draft)
+        generator = generators.get(name) or beside(first, pair)
+        assert generator.draft is not None
+        if generator.draft.kind == "lookup":
+            same = lookups.setdefault(generator.draft_length, name)
+            if same != name:
+                screen.say(f"{name} is not measured: it is the same draft as {same}")
+                continue
+        generators[name] = generator
+    for generator in generators.values() if None in lengths else ():
         with screen.progress("calibrating") as report:
             generator.calibrate(progress=report)
     return generators

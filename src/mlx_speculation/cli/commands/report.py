@@ -211,11 +211,13 @@ def _doctor(measured: Measured) -> list[str]:
 
 
 def _check(measured: Measured) -> list[str]:
-    rows = measured["rows"]
+    rows, differs = measured["rows"], ""
+    if rows["differing_rows"]:
+        difference, margin = rows["largest_difference"], rows["tolerance"]
+        differs = f", by up to {difference:.3g}, near-ties below {margin:.3g}"
     return [
         f"Drafts verified at once and token by token: {rows['verdict']}, "
-        f"{rows['differing_rows']} of {rows['rows']} positions differ, by up to "
-        f"{rows['largest_difference']:.3g}, near-ties below {rows['tolerance']:.3g}."
+        f"{rows['differing_rows']} of {rows['rows']} positions differ{differs}."
     ]
 
 
