@@ -1,8 +1,7 @@
-"""Models: lanes (an mlx-lm model with its caches), hooks, loading, draft heads.
+"""Models: an mlx-lm model with its caches (a lane), hooks, loading, draft heads.
 
-This package knows mlx-lm's models and tokenizers, but not how tokens are chosen. This
-module exports the names that all drafters use; each subpackage exports the names of one
-kind of drafter.
+This package does not know how tokens are chosen. This module exports the names that all
+drafters use.
 """
 
 from mlx_speculation.models.checkpoints.convention import MtpConvention

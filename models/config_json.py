@@ -1,7 +1,4 @@
-"""Unfiltered config.json of a model folder.
-
-mlx-lm's arguments drop unknown keys, such as those of MTP heads.
-"""
+"""Reading of config.json with all its keys; mlx-lm drops those it does not know."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,14 +18,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(
-    file: Path,  # the file
+    file: Path,
     *,
-    most: int = LARGEST,  # how many bytes it may have
-    # Whether to refuse duplicate keys. False for files that mlx-lm reads too: mlx-lm
-    # takes the last value of a duplicate key
+    most: int = LARGEST,  # the largest size in bytes
+    # Whether to refuse duplicate keys; mlx-lm takes the last one
     unique_keys: bool = False,
-    # The advice in errors
-    advice: str = "Download it again, or correct it.",
+    advice: str = "Download it again, or correct it.",  # the end of errors
 ) -> dict[str, Any]:
     """Return the object in a JSON file of a model folder.
 
@@ -55,14 +50,14 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return part if isinstance(part, dict) else config
 
 
-# Keys of nested objects in a draft's config.json; some drafts have no nested objects.
+# Keys of objects that may be nested in a draft's config.json.
 PARTS = ("transformer_layer_config", "text_config", "dflash_config", "eagle_config")
 
 
 def parts_of(
     config: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a config and its nested parts; paths are "" and, for example, "a.b."."""
+    """Yield a config and its nested parts, each after its path: "" or, say, "a.b."."""
     yield path, config
     for key in PARTS:
         part = config.get(key)

@@ -1,8 +1,8 @@
 """Operations for one kind of machine, which replace those of mlx and mlx-lm.
 
-The packages `models/cpu` and `models/cuda`, called rooms, each make one `DeviceOps`.
-`models.ops` chooses among the rooms, and no other module imports them. If no room
-supports a machine, mlx's own operations run, and the text is the same.
+A room is a package of such operations: `models/cpu` or `models/cuda`. Each room makes
+one `DeviceOps`, and only `models.ops` imports the rooms. If no room supports a machine,
+mlx's own operations run, and the text is the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ class Block(Protocol):
 
     @property
     def y(self) -> mx.array:
-        """Results of the scan for each row, [batch, rows, heads, Dv]."""
+        """Results for each row, [batch, rows, heads, Dv]."""
         ...
 
     def after(self, keep: int) -> mx.array:
@@ -53,17 +53,16 @@ class DeviceOps:
     """Operations of one room.
 
     Attributes:
-        device: the value of `device_of_round` in rounds that use the operations.
-        serves: returns whether `attend` can be used on this machine now; compiles the
-            kernels that `attend` needs.
-        attend: replaces `scaled_dot_product_attention` of mlx-lm in rounds. `attend`
-            checks its arguments, and calls that function if it does not support them.
-        hooks: yields the room's own hooks on a model, if they can be used here.
+        device: the result of `device_of_round` in rounds that use the operations.
+        serves: returns whether `attend` can be used now, and compiles its kernels.
+        attend: replaces mlx-lm's `scaled_dot_product_attention` in rounds, and calls it
+            for arguments that the room does not support.
+        hooks: yields the room's own hooks on a model, if this machine supports them.
         attention_dims: head dimensions for which the room's attention over a few rows
             needs no cuDNN plan for each number of keys.
-        gated_delta: takes a q and a v, and returns a function that runs a block of
-            gated delta steps of these shapes, with the arguments (q, k, v, g, beta,
-            state). None, here or as the result: the room has no such function.
+        gated_delta: takes q and v, and returns a function of (q, k, v, g, beta, state)
+            that runs a block of gated delta steps of these shapes. None, here or as the
+            result: the room has no such function.
         compile_draft: returns the compiled and tested forward of a draft model, or
             raises `UnsupportedModelError`.
     """

@@ -1,23 +1,16 @@
 """Models that cannot be fed in some ways, and the reasons, from `exclusions.toml`.
 
-Batches: all rows of a batch end at one column, so shorter rows have padding on their
-left, and after a round rows keep different numbers of tokens. mlx-lm's batch caches
-mask the padding and give every row its own positions, and most models work with them.
-Every architecture of mlx-lm 0.32.2 was decoded in batches and alone
-(tests/engine/batch/test_batch_census.py). A model that is in no table has not been
-tried, and its requests run alone.
+    together        can be fed in batches, in which shorter rows are padded on the left
+    alone           cannot be fed in batches. A model in neither of these two tables
+                    has not been tried, and its requests run alone too
+    not_causal      a row depends on later tokens, so one forward cannot verify drafts
+    depend_on_cuts  a row depends on where a prompt is cut into forwards, so a prompt
+                    cannot be resumed from a prefix cache
+    key_steps       was tested with keys padded to whole steps of rows, see
+                    `caches/types/padded_kv.py`
 
-Drafts: the target reads drafted tokens in one forward. Its results must equal those for
-tokens that are fed one by one, which requires a causal model. Every architecture of
-mlx-lm was fed both ways (tests/engine/test_census.py); the one that is not causal is
-decoded without drafts.
-
-Prefix caches: a resumed prompt is cut into other forwards than a prompt that is read
-from the start. So a row's result must not depend on where a prompt is cut; in one model
-of mlx-lm it does.
-
-Key steps: models that were tested with keys padded to whole steps of rows may get such
-keys (`caches/types/padded_kv.py`).
+Every architecture of mlx-lm 0.32.2 was tried in batches
+(tests/engine/batch/test_batch_census.py) and with drafts (tests/engine/test_census.py).
 """
 
 import tomllib
@@ -62,11 +55,7 @@ def why_alone(model: nn.Module) -> str | None:
 
 
 def check_resumable(model: nn.Module) -> None:
-    """Refuse a model whose rows depend on where a prompt is cut.
-
-    Raises:
-        InvalidRequestError: the model is one of `DEPEND_ON_CUTS` or `NOT_CAUSAL`.
-    """
+    """Raise `InvalidRequestError` for a model of `DEPEND_ON_CUTS` or `NOT_CAUSAL`."""
     check_causal(model, "prefix_cache")
     module = type(model).__module__
     if module in DEPEND_ON_CUTS:
@@ -78,15 +67,9 @@ def check_resumable(model: nn.Module) -> None:
 
 
 def check_causal(model: nn.Module, passed: str = "draft") -> None:
-    """Refuse a model whose rows depend on later tokens of the same forward.
+    """Raise `InvalidRequestError` for a model of `NOT_CAUSAL`.
 
-    Args:
-        model: the model.
-        passed: the argument that needs a causal model, "draft" or "prefix_cache"; the
-            error names it.
-
-    Raises:
-        InvalidRequestError: the model is one of `NOT_CAUSAL`.
+    The error names `passed`, the argument that needs a causal model.
     """
     module = type(model).__module__
     if module in NOT_CAUSAL:

@@ -1,13 +1,12 @@
 """Hooks on single modules: each hooked module gets a class of its own.
 
-A hook derives a subclass from a given class. The class of a hooked module is its plain
-class with the hooks of all owners applied in the order of their ranks, the lowest rank
-first; the order in which owners come and leave does not matter. Of each rank a module
-has one hook: the first one requested, until the last owner of that hook has left.
+A hook derives a subclass from a class. The class of a hooked module is its plain class
+with the hooks of all owners applied, those of the lowest rank first. Of several hooks
+of one rank, a module has the first one requested, until no owner needs that rank.
 Parameter paths and `isinstance` stay the same.
 
-A copy of a hooked module, by `copy` or by `pickle`, is a copy of the plain module: it
-has the plain class, since no owner would ever remove hooks from the copy.
+A copy of a hooked module has the plain class, since no owner would remove hooks from
+the copy.
 """
 
 import copyreg
@@ -23,20 +22,20 @@ import mlx.nn as nn
 class Hook(NamedTuple):
     """A hook: derives a class with `make(kind, *args)`."""
 
-    rank: int  # hooks of a lower rank are nearer to the plain class
+    rank: int  # the lowest rank is applied first
     # Returns a class made by `derived`, the same one for the same arguments
     make: Callable[..., type[nn.Module]]
-    args: tuple[Any, ...] = ()  # further arguments of `make`
+    args: tuple[Any, ...] = ()
 
 
-# Re-entrant: the garbage collector may run in the middle of a change, and call `remove`
-# for a collected generator. Its hooks are then removed after the change.
+# Re-entrant: during a change the garbage collector may call `remove` for a collected
+# generator, whose hooks are then removed after the change.
 _lock = threading.RLock()
 _changing = False
 _left: list["Hooked"] = []
 
-# Hooked modules by id, with the hook of each rank and its number of owners. This is not
-# stored in attributes of the modules, which would be copied with the modules.
+# Hooked modules by id, with the hook of each rank and its number of owners. Attributes
+# of the modules would be copied with the modules.
 _registry: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
 
 
@@ -87,8 +86,7 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
     reduced: Any = twin.__reduce_ex__(protocol)
     make, args, *rest = reduced
     if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # Pickle knows this function, and requires that its argument is the class of
-        # the object.
+        # Pickle requires that the argument of `__newobj__` is the object's class.
         make = args[0].__new__
     return (make, args, *rest)
 
@@ -96,8 +94,7 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
 class Hooked:
     """Hooks that one owner has installed on modules, until it removes them.
 
-    Args:
-        hooks: pairs of a module and a hook. A module may be in several pairs.
+    A module may be in several pairs of `hooks`.
     """
 
     def __init__(self, hooks: Iterable[tuple[nn.Module, Hook]]) -> None:

@@ -43,8 +43,7 @@ from mlx_speculation.models.safetensors_layout import check_index, named_files_o
 from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
 from mlx_speculation.models.vision.load import load_vision
 
-# Kinds of drafters, and functions that recognize their config.json; the first match
-# counts.
+# Functions that recognize config.json of a kind of drafter; the first match counts.
 _DRAFTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "an MTP head": is_split_head,
     "a DSpark drafter": is_dspark,
@@ -69,18 +68,18 @@ def load(
 ) -> tuple[nn.Module, Any]:
     """Load a model with mlx-lm, in the form that this device needs.
 
-    Tensors of an MTP head in the model's files are left out: some make mlx-lm fail. All
-    other tensors have to belong to the model.
+    Tensors of an MTP head in the model's files are left out, since some make mlx-lm
+    fail. All other tensors have to belong to the model.
 
     Args:
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
         adapter_path: a folder of adapter weights that mlx_lm.lora made for the model.
-        trust_remote_code: whether code in the folder, of the model or its tokenizer,
-            may run.
+        trust_remote_code: whether code in the folder may run, of the model or its
+            tokenizer.
         group: the group over whose ranks the model is spread. Every rank calls `load`,
             and keeps its part of the weights.
         parallel: the way to spread the model: "tensor" or "pipeline".
-        vision: whether to load the model with mlx-vlm, as a target that reads images;
+        vision: whether to load the model with mlx-vlm, as a target that reads images.
             None: if the folder has a vision part and mlx-lm lacks the architecture.
 
     Returns:
@@ -91,8 +90,8 @@ def load(
         ModelFolderError: the folder is not a model, or mlx-lm could not read it or the
             adapter.
         UnsupportedModelError: the model cannot be spread over the ranks in this way.
-        InvalidRequestError: an adapter was passed with several ranks, or one of these
-            two was passed for a vision model.
+        InvalidRequestError: `parallel` is unknown, or two of these were requested: an
+            adapter, several ranks, vision.
     """
     check_parallel(parallel)
     spreads = group is not None and group.size() > 1
@@ -153,11 +152,7 @@ def _loaded(
 
 
 def check_target(path_or_repo: str | Path) -> None:
-    """Refuse the folder of a drafter, since a target's folder is needed.
-
-    Raises:
-        ModelFolderError: the folder holds a drafter; the error names its kind.
-    """
+    """Raise `ModelFolderError` for the folder of a drafter."""
     folder = Path(path_or_repo).expanduser()
     if not is_there(folder / "config.json"):
         return
@@ -237,7 +232,7 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
 def _load_trunk(
     folder: Path, trust_remote_code: bool, *, lazy: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model whose class drops the tensors of an MTP head during the load."""
+    """Load a model without the tensors of an MTP head that its files may hold."""
     beside = sidecar_names(folder)
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -266,10 +261,7 @@ def _load_trunk(
 
 
 def mlx_lm_speed(model: nn.Module, prompt: Sequence[int], tokens: int) -> float:
-    """Decode greedily with mlx-lm's own loop; return tokens per second after prefill.
-
-    Speeds of this package are compared with this speed.
-    """
+    """Return the tokens per second of mlx-lm's own greedy decoding, without prefill."""
     started = 0.0
     steps = generate_step(mx.array(list(prompt)), model, max_tokens=tokens)
     for index, _ in enumerate(steps):

@@ -18,11 +18,7 @@ NO_GGUF = (
 
 
 def is_there(path: Path) -> bool:
-    """Return whether there is a file or folder of that name.
-
-    Raises:
-        ModelFolderError: the name is too long, or access is denied.
-    """
+    """Return whether a path exists; raise `ModelFolderError` if access fails."""
     try:
         return path.exists()
     except OSError as error:
@@ -33,14 +29,10 @@ def is_there(path: Path) -> bool:
 
 
 def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
-    """Refuse a value that is neither a model folder nor the name of a repository.
+    """Raise `ModelFolderError` unless a value is a model folder or a repository's name.
 
-    Args:
-        path_or_repo: the path or the name.
-        words: other valid values, one of which the error suggests if it is similar.
-
-    Raises:
-        ModelFolderError: the error says what was found and what a model folder holds.
+    The error suggests one of `words`, other values that the caller takes, if it is
+    similar.
     """
     path = Path(path_or_repo).expanduser()
     if not is_there(path):

@@ -1,8 +1,7 @@
 """Observers of the calls that a model makes to its modules.
 
-An observed module gets a class of its own (see `instance_hooks`). The methods of this
-class work as before, and pass their arguments and results to the observers of the
-current thread. An observer may also replace a call by a result.
+An observed module gets a class of its own (see `instance_hooks`), whose methods pass
+arguments and results to the observers of the current thread.
 """
 
 import functools
@@ -27,12 +26,10 @@ class Observer:
     def enter(
         self, module: nn.Module, method: str, values: tuple[Any, ...]
     ) -> mx.array | None:
-        """Observe the start of a call.
+        """Observe the start of a call; return None, or an array in place of its result.
 
-        Returns:
-            None, or an array that replaces the call: it becomes the result, and neither
-            the module nor a further observer is called. An exception that this method
-            raises ends the forward.
+        With an array, neither the module nor a further observer is called. An exception
+        ends the forward.
         """
         return None
 
@@ -44,11 +41,9 @@ class Observer:
 
 @contextmanager
 def observing(*observers: Observer, alone: bool = False) -> Iterator[None]:
-    """Let observers observe the calls of this thread inside of the context.
+    """Let observers observe the calls of this thread inside of the block.
 
-    Args:
-        observers: the observers to add to those of enclosing contexts.
-        alone: whether to suspend the observers of enclosing contexts.
+    The observers of enclosing blocks observe too, unless `alone` is set.
     """
     others = () if alone else _observers.get()
     token = _observers.set((*others, *observers))
@@ -59,7 +54,7 @@ def observing(*observers: Observer, alone: bool = False) -> Iterator[None]:
 
 
 def first_array(values: Any) -> Any:
-    """Return an array itself, or the first array among a tuple's or list's elements."""
+    """Return an array itself, or the first array in a tuple or list; None: no array."""
     if isinstance(values, tuple | list):
         return next((value for value in values if isinstance(value, mx.array)), None)
     return values if isinstance(values, mx.array) else None

@@ -1,9 +1,8 @@
 """Conversion of loaded weights to fewer bits or to float32.
 
-A drafter's forward takes about as long as reading its weights, and its drafts change
-the speed, never the text. So the weights may have fewer bits than in the checkpoint. On
-a Linux CPU fewer bits save memory but no time: products with quantized weights do not
-use BLAS there.
+A drafter may have fewer bits than its checkpoint, since drafts change the speed and
+never the text. On a Linux CPU fewer bits save memory but no time: products with
+quantized weights do not use BLAS there.
 """
 
 from typing import Any
@@ -21,11 +20,7 @@ GROUP_SIZES = (64, 32, 128)
 
 
 def check_bits(bits: Any) -> None:
-    """Refuse a number of bits to which mlx cannot quantize.
-
-    Raises:
-        InvalidRequestError: names the number, and the possible numbers.
-    """
+    """Raise `InvalidRequestError` unless `bits` is one of `BITS`."""
     if bits not in BITS or isinstance(bits, bool):
         raise InvalidRequestError(
             f"quantize_draft is {bits!r}, and one of {', '.join(map(str, BITS))} bits "
@@ -34,21 +29,15 @@ def check_bits(bits: Any) -> None:
 
 
 def quantize_weights(module: nn.Module, bits: int) -> int:
-    """Quantize the linear layers and embeddings that are not quantized yet, in place.
+    """Quantize linear layers and embeddings in place; return how many were quantized.
 
-    A layer stays as it is if no size in `GROUP_SIZES` divides its row length. The
-    model's `quant_predicate` (mlx-lm) applies: it keeps routers in more bits, or
-    unquantized.
-
-    Args:
-        module: a model or a head.
-        bits: one of `BITS`.
-
-    Returns:
-        The number of quantized layers.
+    A layer stays as it is if it is quantized already, or if no size in `GROUP_SIZES`
+    divides its row length. The `quant_predicate` of a model of mlx-lm applies: it keeps
+    routers in more bits, or unquantized.
 
     Raises:
-        InvalidRequestError: there is nothing to quantize.
+        InvalidRequestError: there is nothing to quantize, or `bits` is not one of
+            `BITS`.
     """
     check_bits(bits)
     predicate = getattr(module, "quant_predicate", None)
@@ -98,8 +87,7 @@ def to_float32(model: nn.Module, *, lazy: bool = False) -> nn.Module:
     """Dequantize and widen the weights to float32; with `lazy`, evaluate nothing.
 
     On a Linux CPU only float32 products use BLAS. Other products take time in
-    proportion to the number of their rows, so verifying k drafted tokens would cost k
-    steps. Float32 takes 4 bytes a weight.
+    proportion to their rows, so verifying k drafted tokens would cost k steps.
     """
     model.set_dtype(mx.float32)  # before dequantizing, so that its products are float32
     model = dequantize_model(model)

@@ -1,7 +1,7 @@
 """Context of this thread's forward: whether it belongs to a round, and its device.
 
-A round's forward has few rows, unlike a forward that reads a prompt. Some layers have a
-faster implementation for few rows, and some implementations are for one device only.
+Some layers have a faster implementation for the few rows of a round, and some
+implementations are for one device only.
 """
 
 import functools
@@ -26,8 +26,8 @@ _parts: ContextVar[list[int] | None] = ContextVar("parts", default=None)
 _exact_rows: ContextVar[int] = ContextVar("exact_rows", default=0)
 
 # On a CPU a plain step of at most this many positions, counted over all rows, is
-# submitted in parts. A longer chunk of a prompt takes longer to compute than to build,
-# and its parts would hold more memory at once.
+# submitted in parts. More positions take longer to compute than to build, and their
+# parts would hold more memory at once.
 MOST_POSITIONS = 64
 
 
@@ -35,7 +35,7 @@ class Forward:
     """State that layers of one forward share.
 
     Attributes:
-        kept: by the id of a layer: its expected input, its product with that input, and
+        kept: by the id of a layer, its expected input, its product with that input, and
             a function to call if no layer takes the product.
         masks: by key, a mask and the padded mask that was made from it.
     """
@@ -104,8 +104,7 @@ def _device_here() -> Device | None:
 def rows_of_a_round(part: int = 0) -> Iterator[None]:
     """Inside the block, layers of this thread use implementations for few rows.
 
-    Args:
-        part: the number of layers that are submitted at once; 0: all of them.
+    `part` layers are submitted at once; 0: all of them.
     """
     forward = Forward()
     token, device = _in_round.set(True), _device.set(_device_here())
@@ -125,8 +124,7 @@ def rows_of_a_round(part: int = 0) -> Iterator[None]:
 def plain_step(positions: int) -> Iterator[None]:
     """Inside the block, this thread builds a plain step or a part of a prompt.
 
-    Args:
-        positions: the number of positions that are fed, of all rows together.
+    `positions` are those that are fed, of all rows together.
     """
     # On a GPU a batch's step keeps the parts of the enclosing `rows_of_a_round`.
     parts = _parts.get()
@@ -143,11 +141,8 @@ def plain_step(positions: int) -> Iterator[None]:
 def fixed_shape_forward(rows: int) -> Iterator[None]:
     """Inside the block, this thread builds a forward of exact mode.
 
-    Plain steps, rounds and prompts all use mlx's own operations, not operations for one
-    device, and the same formulas for any number of rows that are no padding.
-
-    Args:
-        rows: the number of rows that are no padding, at least 1.
+    Its layers use mlx's own operations, not those for one device, and the same formulas
+    for any number of rows. `rows` of them, at least 1, are no padding.
     """
     # Latent attention reads `in_round`.
     exact, inside = _exact_rows.set(rows), _in_round.set(True)

@@ -23,7 +23,7 @@ class TensorPlace:
     """One tensor in a file."""
 
     dtype: str  # its name in the file, such as "BF16"
-    shape: tuple[int, ...]  # its shape
+    shape: tuple[int, ...]
     begin: int  # the first byte, counted from the beginning of the file
     end: int  # the byte after the last
 
@@ -50,14 +50,14 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
 def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
     """Return the files that hold a model's weights.
 
-    If the folder has an index, the result is the files that the index names. Otherwise
-    it is the files that match the pattern, and no two of them may hold the same tensor.
-    Files of an MTP head and `CONSOLIDATED`, which may repeat tensors of the model, are
-    left out unless there are no other files.
+    If the folder has an index, these are the files that the index names. Otherwise they
+    are the files that match the pattern. Of these, files of an MTP head and
+    `CONSOLIDATED` are left out unless there are no others, since they may repeat
+    tensors of the model.
 
     Raises:
         ModelFolderError: the index is malformed, or names a file that is missing or not
-            in the folder; or two files hold the same tensor.
+            in the folder; or, without an index, two files hold the same tensor.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -116,12 +116,9 @@ def check_index(
 ) -> None:
     """Refuse an index if a file lacks a tensor that the index places in it.
 
-    A file that holds none of the tensors that the index names for it is not checked:
-    such an index is older than a conversion of the files.
-
-    Args:
-        folder: the folder of the model.
-        is_spare: returns whether the model can do without a tensor of this name.
+    A file that holds none of its tensors is not checked: the index is older than a
+    conversion of the files. `is_spare` returns whether the model can do without a
+    tensor of this name.
 
     Raises:
         ModelFolderError: a file lacks a tensor, or two files hold the same one.
@@ -167,8 +164,8 @@ def _is_copy(file: Path) -> bool:
 def named_files_only(folder: Path) -> Iterator[Path]:
     """Yield a folder in which mlx-lm finds the weights of a model and no others.
 
-    mlx-lm loads every file that matches its pattern. If these are not exactly the files
-    of the weights, yield a temporary folder of links instead of the folder itself.
+    mlx-lm loads every file that matches `SHARDS`. If these are not exactly the files of
+    the weights, the yielded folder is a temporary one with links.
 
     Raises:
         ModelFolderError: see `weight_files`.
@@ -187,11 +184,7 @@ def named_files_only(folder: Path) -> Iterator[Path]:
 
 
 def check_apart(files: Sequence[Path]) -> None:
-    """Refuse files if two of them hold a tensor of the same name.
-
-    Raises:
-        ModelFolderError: names the two files and the tensor.
-    """
+    """Raise `ModelFolderError` if two files hold a tensor of the same name."""
     if len(files) < 2:
         return
     holder: dict[str, Path] = {}

@@ -2,18 +2,16 @@
 
 On CUDA, attention of two or more positions needs a cuDNN plan for each number of rows
 and each number of positions. Making a plan takes about 40 ms, see
-`caches/types/padded_kv.py`. A batch of 32 rows that end one by one goes through 31
-numbers of rows. With these sizes it goes through ten:
+`caches/types/padded_kv.py`. So batches have these sizes only:
 
     1  2  3  4  6  8  12  16  24  32  48  64 ...
 
-There are then fewer than half as many padding rows as live rows, and on average 13 % as
-many while a batch shrinks from 32 rows to 1. Powers of two would give six sizes, up to
-twice as many rows in total as live rows, and 29 % of padding. A plan is made once, but
-a padding row costs time in each round.
+While a batch shrinks from 32 rows to 1, it needs ten plans, and its padding is 13% of
+its live rows. With powers of two it would be six plans and 29%. A plan is made once,
+but a padding row costs time in each round.
 
 A batch also drafts these lengths only, and a forward over any other number of positions
-is padded: a new number needs a new plan, and new CUDA graphs.
+is padded.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,7 @@
                 each rank gets the last states and computes all logits
 
 All ranks have to run the same forwards in the same order: if one rank submits a forward
-and another does not, both block. This module does not know tokens or streams.
+and another does not, both block.
 """
 
 import json
@@ -27,7 +27,7 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 Parallel = Literal["tensor", "pipeline"]
 Group = mx.distributed.Group
 
-# The largest size, in bytes, of the line of JSON that each rank sends in `gathered`.
+# The largest size in bytes of a rank's message in `gathered`.
 SAID_BYTES = 1024
 _TENSOR_LAYERS = (
     layers.AllToShardedLinear,
@@ -46,7 +46,7 @@ def broadcast(array: mx.array, group: Group) -> mx.array:
     """Return rank 0's array on every rank, not evaluated.
 
     Every rank passes an array of integers of the same shape and dtype; only rank 0's
-    values count. The result is a sum over the ranks, to which other ranks add zeros.
+    values count.
     """
     mine = array if group.rank() == 0 else mx.depends(mx.zeros_like(array), array)
     return mx.distributed.all_sum(mine, group=group)
@@ -70,7 +70,7 @@ def gathered(said: dict[str, Any], group: Group) -> list[dict[str, Any]]:
 
 
 def check_parallel(parallel: Any) -> None:
-    """Refuse a value that is not one of `Parallel`."""
+    """Raise `InvalidRequestError` unless `parallel` is one of `Parallel`."""
     if parallel not in get_args(Parallel):
         raise InvalidRequestError(
             f"parallel is {parallel!r}, and one of {', '.join(get_args(Parallel))} is "
@@ -135,7 +135,7 @@ def can_join_output(model: nn.Module) -> bool:
 def joined_output(model: nn.Module, group: Group) -> nn.Module | None:
     """Return a whole copy of a split output layer on rank 0, and None on other ranks.
 
-    All ranks have to call this function, and they wait for each other.
+    All ranks have to call this function.
     """
     split: Any = _split_output(model)
     assert split is not None
@@ -171,10 +171,10 @@ def keeps_rows_alone(model: nn.Module) -> bool:
 
 
 def mark_of(model: nn.Module) -> str:
-    """Return a mark made from the model's embeddings, which every rank has whole.
+    """Return a checksum of the model's embeddings, which every rank has whole.
 
-    Models with different marks have different weights. The mark depends on the first
-    and the last row of each embedding that is not inside of a layer.
+    Models with different checksums have different weights. Only the first and the last
+    row of each embedding outside of the layers count.
     """
     mark = zlib.crc32(type(model).__module__.encode())
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):

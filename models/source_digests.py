@@ -1,10 +1,9 @@
 """Parts of mlx-lm beyond its API that this package relies on, and source checks.
 
-`mlx_lm_touches.toml`, beside this file, lists the parts that caches/, models/ and
-samplers/ use, with the digest of each source. A mixer is replayed only if its digest is
-the listed one. A source with another digest, or without one (a bundle without .py
-files), counts as unknown, and so does a class with a method that was written outside of
-it. An unknown mixer is not replayed: the model runs again, which is always correct.
+`mlx_lm_touches.toml` lists the parts that caches/, models/ and samplers/ use, with the
+digest of each source. A part is unknown if its source has another digest or is missing
+(a bundle without .py files), or if a method of it was written elsewhere. An unknown
+mixer is not replayed: the model runs again, which is always correct.
 """
 
 import ast
@@ -20,7 +19,7 @@ from typing import Any
 _LIST = Path(__file__).with_name("mlx_lm_touches.toml")
 TOUCHES: dict[str, Any] = tomllib.loads(_LIST.read_text(encoding="utf-8"))
 MLX_LM_VERSION: str = TOUCHES.pop("mlx_lm_version")
-# (module, name in it, with dots inside classes) -> digest
+# (module, qualified name) -> digest
 DIGESTS: dict[tuple[str, str], str] = {
     (module, name): fields["sha256"]
     for module, names in TOUCHES.items()

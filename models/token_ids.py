@@ -17,10 +17,7 @@ from mlx_speculation.errors import TokenizerMismatchError
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """The ids that a tokenizer has.
-
-    Logits often have more columns, which are padding and have no meaning.
-    """
+    """The ids that a tokenizer has; further columns of the logits are padding."""
 
     width: int  # the largest id, plus one
     # Ids below `width` that the tokenizer lacks, int32 [n], or None
@@ -56,7 +53,7 @@ def logit_width(model: nn.Module) -> int:
     return width
 
 
-# Names of the context length in configs; GPT-2 and related models have other names.
+# Names of the context length in configs.
 _LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -70,8 +67,8 @@ _LENGTHS = (
 def context_length(model: nn.Module) -> int | None:
     """Return the number of tokens that the model was made for; None: it is not known.
 
-    For a checkpoint without such a number, this is the default of mlx-lm's class of
-    arguments, or None if all layers are recurrent, since these have no limit.
+    If the checkpoint has no number, this is the default of mlx-lm's arguments, or None
+    if all layers are recurrent, since these have no limit.
     """
     args = getattr(model, "args", None)
     inner = getattr(getattr(model, "language_model", None), "args", None)
@@ -107,12 +104,11 @@ def _scaled_length(config: Mapping[str, Any]) -> int:
 def check_same_ids(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     """Check that every id that both tokenizers have means the same token in both.
 
-    Ids that only one tokenizer has are harmless: a drafter never proposes an id that
-    the target or the drafter itself lacks.
+    Ids that only one of them has are harmless, since a drafter never proposes them.
 
     Raises:
-        TokenizerMismatchError: an id stands for two different tokens, or the two
-            share less than half of their ids.
+        TokenizerMismatchError: an id stands for two different tokens, or the two share
+            less than half of their ids.
     """
     target = {i: token for token, i in target_tokenizer.get_vocab().items()}
     draft = {i: token for token, i in draft_tokenizer.get_vocab().items()}
