@@ -1,7 +1,6 @@
 """Parts that all kinds of draft heads share: files, probes, speculation.json.
 
-This package reads and checks files. A probe on a short text finds the convention that a
-drafter was trained with.
+A probe on a short text finds the convention that a drafter was trained with.
 """
 
 from mlx_speculation.models.checkpoints.convention import convention_of

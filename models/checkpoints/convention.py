@@ -1,7 +1,4 @@
-"""The training convention of an MTP head, which no tensor shows.
-
-`convention_of` reads and checks the JSON object of a convention.
-"""
+"""The training convention of an MTP head, read from JSON and checked."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +21,7 @@ NORM_NAMES = (
     "k_norm",
     "final",
 )
-# The norms that known converters leave in the form w, applied as 1 + w.
+# The norms that these converters leave as w, to be applied as 1 + w.
 MIXED_NORMS = NORM_NAMES[:4]
 
 
@@ -36,11 +33,10 @@ class MtpConvention:
         hidden: the target's state that the head reads: after or before the final norm.
         recycled: the head's state that goes into its next step: after or before its
             norm.
-        order: which of the embedding and the hidden state comes first when they are
-            concatenated.
-        norms: how norm weights are stored. "stored": as they are applied; "plus_one":
-            one has to be added; a tuple: the names in `NORM_NAMES` to which one has to
-            be added. None: the files decide.
+        order: the order in which embedding and hidden state are concatenated.
+        norms: the form of the norm weights. "stored": they are applied as they are.
+            "plus_one": 1 has to be added. A tuple of names in `NORM_NAMES`: 1 has to be
+            added to these. None: the files decide.
 
     Raises:
         InvalidRequestError: a field has a value that is not allowed.
@@ -83,10 +79,8 @@ def convention_of(
 ) -> MtpConvention:
     """Return the convention in a JSON object.
 
-    Args:
-        fields: the object.
-        where: the place of the object, for messages.
-        usual: has the values of missing fields; None: the defaults.
+    Missing fields are as in `usual`; None: as in `MtpConvention()`. Errors name the
+    place `where`.
 
     Raises:
         ModelFolderError: `fields` is no object, or has an unknown field or value.

@@ -1,4 +1,7 @@
-"""Draft checkpoints: reading and checking a folder's config.json and tensors."""
+"""Draft checkpoints: reading and checking a folder's config.json and tensors.
+
+In all functions, `name` is the drafter's name in errors.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,14 +45,9 @@ def layer_args(
 ) -> Args:
     """Read mlx-lm's arguments of the decoder layers from a Llama-like config.json.
 
-    Biases of linear layers are not read from config.json, since the tensors show them.
-
-    Args:
-        config: the content of config.json.
-        name: the drafter's name, for messages.
-        kind: the class of arguments of an mlx-lm model.
-        rotations: the rotation of each layer; the arguments get the first layer's.
-        gemma: whether the layers have Gemma's activation.
+    All `rotations` are checked, one a layer, and the arguments get the first. With
+    `gemma` the layers have Gemma's activation. Biases are not read, since the tensors
+    show them.
 
     Raises:
         ModelFolderError: a value is missing or not supported.
@@ -103,7 +101,7 @@ def layer_part(config: Config) -> Config:
 def number(
     config: Config,
     key: str,
-    name: str,  # the drafter's name, for messages
+    name: str,
     default: int | None = None,
     least: int = 1,
 ) -> int:
@@ -127,12 +125,8 @@ def layer_windows(
 ) -> tuple[int | None, ...]:
     """Return the window of each layer; None: it has none.
 
-    Args:
-        kinds: the kinds of the layers, as `layer_types` of config.json has them.
-        count: how many layers there are.
-        config: the object with the size of the windows.
-        key: the key of the size in this object.
-        name: the drafter's name, for messages.
+    `kinds` are the `layer_types` of config.json, and `config[key]` is the size of
+    windows.
 
     Raises:
         ModelFolderError: `kinds` is no list of `count` kinds, or there is no size.
@@ -150,9 +144,9 @@ def layer_windows(
 
 
 def proposed_tokens(config: Config) -> Any:
-    """Return the draft length in a config.json of the library speculators, unchecked.
+    """Return the draft length in config.json of the library speculators, or None.
 
-    None: there is none.
+    The value is not checked.
     """
     methods = nested(config, "speculators_config", "proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -222,7 +216,7 @@ def _unpacked(weights: Weights) -> Weights:
 
 
 def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
-    """Return the tensors, with prefixes of their names replaced as `begins` says."""
+    """Return the tensors, with prefixes of names replaced: `begins` maps old to new."""
     result: Weights = {}
     for key, value in weights.items():
         for theirs, ours in begins.items():
@@ -235,12 +229,7 @@ def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
 def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | None:
     """Remove d2t and t2d from the weights; return the target's id of each logit.
 
-    The id of column i is i + d2t[i].
-
-    Args:
-        weights: the tensors.
-        vocab: how many ids the target has.
-        drafter: the drafter's name, for messages.
+    The id of column i is i + d2t[i], below `vocab`. None: there is no d2t.
 
     Raises:
         ModelFolderError: columns share an id, the target lacks an id, or t2d differs.
@@ -273,16 +262,10 @@ def load_into(
     name: str,
     file_name: Callable[[str], str] = str,
 ) -> None:
-    """Load a drafter's tensors into its module, and evaluate them.
+    """Load tensors, by the names of parameters, into a drafter's module; evaluate them.
 
     Layers are quantized as the shapes of their tensors show. On a Linux CPU the module
-    becomes float32.
-
-    Args:
-        module: the drafter's module.
-        weights: the tensors, by the names of parameters.
-        name: the drafter's name, for messages.
-        file_name: returns a parameter's name in files.
+    becomes float32. `file_name` returns a parameter's name in files.
 
     Raises:
         ModelFolderError: tensors are missing, unknown or of another shape.
@@ -335,12 +318,12 @@ def quantize_like(module: nn.Module, weights: Weights) -> None:
 
 
 def check_shapes(
-    wanted: Mapping[str, tuple[int, ...]],  # the shapes of the module's parameters
-    weights: Weights,  # the weights, by the names of parameters
-    name: str,  # the drafter's name, for messages
+    wanted: Mapping[str, tuple[int, ...]],
+    weights: Weights,
+    name: str,
     file_name: Callable[[str], str] = str,  # returns a parameter's name in files
 ) -> None:
-    """Refuse weights whose names or shapes differ from the module's."""
+    """Raise `ModelFolderError` unless weights have the names and shapes in `wanted`."""
 
     def some(result: set[str]) -> str:
         shown = sorted(map(file_name, result))

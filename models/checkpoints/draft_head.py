@@ -19,10 +19,8 @@ class ChooseNext(Protocol):
     def __call__(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose tokens [texts] from logits [texts, n].
 
-        Args:
-            logits: the scores of the next drafted token.
-            ids: the token ids of the columns, uint32 [n], or [texts, n] if they differ
-                between texts; None: the ids of the head.
+        `ids` are the token ids of the columns, uint32 [n], or [texts, n] if they differ
+        between texts; None: the ids of the head.
         """
         ...
 
@@ -50,18 +48,17 @@ class HeadState(NamedTuple):
     """State of a head's caches for one text."""
 
     ends: tuple[int, ...]  # for each layer, the position that comes next
-    # For each layer, the previous layer's states at the positions from this layer's end
-    # to the previous layer's end, [1, positions, dim]; None: no positions
+    # For each layer, [1, positions, dim]: the previous layer's states from this layer's
+    # end to the previous layer's end; None: no positions
     waiting: tuple[mx.array | None, ...]
 
 
 class HeadOnTarget(ABC):
     """A head on its target: runs positions, and writes them to the caches.
 
-    Attributes:
-        head: the head. `chained`: whether each layer drafts one token, as in a chain;
-            `depth`: the largest number of drafted tokens in a round, or None for no
-            limit; `new_caches()` makes a list of caches for each layer.
+    `head.chained` says whether each layer drafts one token, as in a chain. `head.depth`
+    is the largest number of drafted tokens in a round; None: no limit.
+    `head.new_caches()` makes a list of caches for each layer.
     """
 
     head: Any
@@ -69,15 +66,11 @@ class HeadOnTarget(ABC):
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Return the output of a layer for all positions.
+        """Write positions to a layer's caches, and return the layer's output for them.
 
-        Args:
-            hidden: states of the target, or recycled ones of the head, [batch,
-                positions, dim].
-            tokens: ids [batch, positions]; position i takes token i + 1 of the text, or
-                token i + 1 + layer in a chain.
-            caches: the caches of the layer; the positions are written to them.
-            layer: the index of the layer in the head.
+        `hidden` are states of the target, or recycled ones of the head, [batch,
+        positions, dim]. `tokens` are ids [batch, positions]: position i takes token i +
+        1 of the text, or token i + 1 + layer in a chain.
         """
         return self._output(layer, self._run(layer, hidden, tokens, caches))
 
@@ -86,7 +79,7 @@ class HeadOnTarget(ABC):
     ) -> HeadOutput:
         """Return the output for the last position; the others only fill the caches.
 
-        The arguments are those of `rows`; the output has one position.
+        The arguments are those of `rows`.
         """
         if tokens.shape[1] > 1:
             self.history(hidden[:, :-1], tokens[:, :-1], caches, layer)
@@ -151,12 +144,10 @@ class ParallelHead(Protocol):
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
     ) -> None:
-        """Write the keys and values of positions of committed text.
+        """Write the keys and values of positions of committed text to the caches.
 
-        Args:
-            hidden: the input states at these positions, [texts, positions, dim].
-            tokens: the token after each position, ids [texts, positions].
-            caches: the caches to write to.
+        `hidden` are the input states, [texts, positions, dim]. `tokens` are the ids
+        after each position, [texts, positions].
         """
         ...
 
@@ -170,13 +161,9 @@ class ParallelHead(Protocol):
     ) -> None:
         """Write positions of committed text, at least one, and draft after them.
 
-        Args:
-            hidden: see `history`.
-            tokens: see `history`; the last one is the newest token.
-            caches: the caches to write to: first these positions, then drafted ones.
-            count: the number of tokens to draft, at most the head's depth.
-            choose: is called for each drafted token in turn, with logits [texts, n],
-                and returns the tokens, [texts].
+        `hidden` and `tokens` are as in `history`, and the last token is the newest one.
+        Drafted positions are written too. `count` is the number of tokens to draft, at
+        most the head's depth. `choose` is called for each drafted token in turn.
         """
         ...
 
@@ -194,10 +181,7 @@ def fed_again(layers: Sequence[Sequence[Any]]) -> int:
 
 
 def first_rows(caches: Sequence[Any], rows: int) -> tuple[list[Any], int] | None:
-    """Return views of the first `rows` rows of caches, and `rows`.
-
-    None if one of the caches is of a kind that has no such view.
-    """
+    """Return views of caches' first rows, and `rows`; None: a cache has no view."""
     views = [_view(cache, rows) for cache in caches]
     return None if None in views else (views, rows)
 

@@ -27,10 +27,8 @@ _USUAL = {
 def gemma_args(config: Config, name: str) -> gemma4_text.ModelArgs | None:
     """Return mlx-lm's arguments of Gemma 4 layers with their own keys and values.
 
-    All layers have full attention, no experts and no per-layer inputs.
-
-    Returns:
-        The arguments; None: the drafter has layers of another kind.
+    All layers have full attention, no experts and no per-layer inputs. None: the
+    drafter has layers of another kind.
 
     Raises:
         ModelFolderError: the rotation of the layers is not understood.
@@ -55,8 +53,8 @@ def with_rotations(
 ) -> gemma4_text.ModelArgs:
     """Return the arguments with the rotation of each kind of layer added.
 
-    mlx-lm reads only `rope_parameters` with an entry for each kind. If config.json has
-    the theta under another key, mlx-lm takes a default.
+    mlx-lm reads only `rope_parameters` with an entry for each kind, and takes a default
+    for a theta under another key.
 
     Raises:
         ModelFolderError: a rotation is not understood.

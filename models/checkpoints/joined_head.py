@@ -1,7 +1,6 @@
 """Base of heads that read the outputs of several of their target's layers.
 
-EAGLE-3 heads and DFlash drafters join these outputs with a layer `fc`. A head may have
-its own embedding, and its own output layer, perhaps for some token ids only.
+EAGLE-3 heads and DFlash drafters join these outputs with a layer `fc`.
 """
 
 from collections.abc import Sequence
@@ -38,19 +37,15 @@ class Loaded(NamedTuple):
 
     head: Any
     layers: tuple[int, ...]
-    notice: str = ""  # a notice to the user about the layers; "": none is needed
+    notice: str = ""  # to the user, about the layers; "": none
 
 
 class JoinedHead(nn.Module):
     """A head without its decoder layers.
 
-    Args:
-        dim: the hidden size.
-        eps: the epsilon of the norm.
-        width: the input size of `fc`, the sum over all layers that the head reads.
-        ends: the embedding and output layer that the head has of its own.
-        gemma: the arguments of Gemma 4's layers, with which the head scales its own
-            embeddings and caps its own logits; None: the head has other layers.
+    `width` is the input size of `fc`, the sum over all layers that the head reads. With
+    `gemma`, the arguments of Gemma 4's layers, the head scales its own embeddings and
+    caps its own logits.
     """
 
     def __init__(
@@ -106,12 +101,8 @@ def take_own_ends(
 ) -> OwnEnds:
     """Return the ends that the weights contain; remove d2t and t2d from the weights.
 
-    Args:
-        weights: the head's tensors.
-        name: the head's name, for messages.
-        dim: the head's hidden size.
-        target_dim: the target's hidden size.
-        vocab: how many ids the target has.
+    `dim` and `target_dim` are the hidden sizes, and `vocab` is the number of the
+    target's ids.
 
     Raises:
         ModelFolderError: the tensors do not fit this target, or one another.
@@ -143,8 +134,7 @@ def features_of(
 ) -> tuple[int, ...]:
     """Return the possible counts of layers that `fc` reads; empty: there is no `fc`.
 
-    The bits of a quantized `fc` are read from config.json. If they are missing there,
-    the shapes may fit several counts.
+    If `fc` is quantized and config.json has no bits, its shapes may fit several counts.
 
     Raises:
         ModelFolderError: `fc` reads layers of another size than the target's.
@@ -182,14 +172,14 @@ def features_of(
 
 def check_layers(
     layers: Sequence[int],  # counted from 0
-    name: str,  # the head's name, for messages
+    name: str,
     *,
     trunk: int,  # how many layers the target has
     features: Sequence[int] = (),  # possible counts of layers of `fc`; empty: unknown
     lowest: int = 0,  # -1: the embeddings may be read too
-    advice: str = "",  # if the target lacks a layer, the message's end, with its comma
+    advice: str = "",  # the end of the error for a layer that is missing
 ) -> tuple[int, ...]:
-    """Check the layers of the target that a head reads, and return them.
+    """Return the layers of the target that a head reads, after checking them.
 
     Raises:
         ModelFolderError: the target lacks a layer, or `fc` reads another number of

@@ -5,10 +5,8 @@ A list in config.json, at its top or in a nested part, counts in one of two ways
     layers   i is the output of layer i. Usual in `target_layer_ids` and eagle_config
     tuple    0 is the embedding, i the output of layer i - 1. Usual in the other keys
 
-This module returns layers counted from 0; -1 stands for the embedding.
-
-If there is no list, the candidates are the usual layers of this kind of draft and of
-other kinds.
+This module returns layers counted from 0; -1 stands for the embedding. Without a list,
+the candidates are the usual layers of this kind of draft and of other kinds.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,11 +38,7 @@ class LayerList:
     place: str  # its key in config.json, with the path
 
     def layers(self, counts: LayerIds | None = None) -> Layers:
-        """Return the layers, from 0.
-
-        Args:
-            counts: the way in which the list counts; None: the usual way for its key.
-        """
+        """Return the layers from 0; `counts` None: as is usual for the list's key."""
         shift = 1 if (counts or self.counts) == "tuple" else 0
         return tuple(each - shift for each in self.ids)
 
@@ -72,9 +66,7 @@ class LayerReadings:
     def notice(self, taken: Layers, score: Score | None) -> str:
         """Return a notice to the user about the chosen layers; "": none is needed.
 
-        Args:
-            taken: the chosen layers.
-            score: the score of the draft on them; None: there was no probe.
+        `score` is the draft's score on these layers; None: there was no probe.
         """
         probed = "not probed" if score is None else f"the draft {score}"
         if self.guessed:
@@ -132,7 +124,7 @@ def _contradiction(one: LayerList, other: LayerList, name: str) -> ModelFolderEr
 
 
 def read_layers(
-    config: Config,  # the content of config.json
+    config: Config,
     name: str,  # of the draft, for messages
     *,
     trunk: int,  # how many layers the target has
@@ -179,11 +171,7 @@ def read_layers(
 
 
 def check_counts(counts: LayerIds | None) -> None:
-    """Refuse a value that is no way of counting layers.
-
-    Raises:
-        InvalidRequestError: `counts` is another value.
-    """
+    """Raise `InvalidRequestError` unless `counts` is None or one of `LayerIds`."""
     if counts not in (None, *get_args(LayerIds)):
         raise InvalidRequestError(
             f"layer_ids is {counts!r}, and one of {', '.join(get_args(LayerIds))} is "
@@ -216,7 +204,7 @@ def _guessed(
 
 
 def usual_of_blocks(trunk: int, count: int) -> list[Layers]:
-    """Return lists for block drafters: first `count` layers from 1 to trunk - 3."""
+    """Return lists for block drafters: first one spread from 1 to trunk - 3."""
     return [_spread(1, trunk - 3, count), *_three(trunk)]
 
 
@@ -226,10 +214,9 @@ def usual_of_eagle(trunk: int, count: int) -> list[Layers]:
 
 
 def _three(trunk: int) -> list[Layers]:
-    """Return layers 2, N // 2 and N - 3 of N, in both ways of counting.
+    """Return layers 2, N // 2 and N - 3 of N, counted with and without the embedding.
 
-    In the first result the embedding counts too, as in vLLM, SGLang and the authors'
-    code. In the second the numbers are those of layers from 0.
+    vLLM, SGLang and the authors' code count the embedding.
     """
     numbers = (2, trunk // 2, trunk - 3)
     return [tuple(each - 1 for each in numbers), numbers]

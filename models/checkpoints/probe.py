@@ -1,15 +1,14 @@
 """Probe of a drafter's training convention: scores of candidates, and the choice.
 
-No tensor shows the convention, so candidates are tried. The target writes a short text,
-and the drafter guesses it with each candidate. At each place of the text, with p the
-target's distribution and q the drafter's, the score is
+The target writes a short text, and the drafter guesses it with each candidate. At each
+place of the text, with p the target's distribution and q the drafter's, the score is
 
     value      sum over x of p(x) log q(x)
 
 This is the expected log-probability that the drafter gives to the target's token. The
-log-probability of the token that was written would not do: that token is always the
-most probable one, so overconfident candidates would win (Gneiting and Raftery 2007,
-section 3, on proper scores). Two shares show whether a candidate is right at all:
+log-probability of the written token would not do: that token is always the most
+probable one, so overconfident candidates would win (Gneiting and Raftery 2007, section
+3, on proper scores). Two shares show whether a candidate is right at all:
 
     agreement  the share of places where p and q have the same most probable token
     chance     the share expected by chance, from how often each token is the most
@@ -27,8 +26,7 @@ from numpy.typing import NDArray
 from mlx_speculation.errors import ConventionError
 
 # By published measurements, heads that read the wrong token agree in at most 0.11 of
-# the places, and heads that read the right token in at least 0.48, the share on the
-# hardest text; see `Score.above_chance`.
+# the places, and heads that read the right token in at least 0.48.
 LEAST_AGREEMENT = 0.15
 # With fewer places no score is above chance.
 FEWEST_PLACES = 16
@@ -55,10 +53,8 @@ class Score:
     ) -> "Score":
         """Score a candidate.
 
-        Args:
-            logits: the candidate's logits, [places, vocab].
-            target_log_probs: the target's log-probabilities, float32 [places, vocab].
-            tokens: the target's choices, ids [places].
+        `logits` are the candidate's, [places, vocab]. `target_log_probs` are float32
+        [places, vocab]. `tokens` are the target's choices, ids [places].
         """
         drafted = log_probs(logits)
         drafted = mx.where(mx.isnan(drafted), _FLOOR, mx.maximum(drafted, _FLOOR))
@@ -94,10 +90,8 @@ class Score:
     ) -> bool:
         """Return whether this score is significantly better than another.
 
-        Args:
-            other: the score of another candidate, at the same places.
-            certainty: the least gain in standard errors.
-            gain: the least gain in nats.
+        Both are scores at the same places. `certainty` is the least gain in standard
+        errors, and `gain` is the least gain in nats.
         """
         gains = self.values - other.values
         error = gains.std() / max(1.0, np.sqrt(gains.size))
@@ -119,8 +113,7 @@ def log_probs(logits: mx.array) -> mx.array:
 class Trials(Generic[Candidate]):
     """The scores of candidates; each candidate is measured once.
 
-    Args:
-        measure: scores a candidate, at the same places of the same text for all.
+    `measure` scores all candidates at the same places of the same text.
     """
 
     def __init__(self, measure: Callable[[Candidate], Score]) -> None:
@@ -138,8 +131,8 @@ class Trials(Generic[Candidate]):
         usual: Candidate,
         others: Iterable[Candidate],
         *,
-        certainty: float = CERTAINTY,  # see `Score.surely_above`
-        gain: float = LEAST_GAIN,  # see `Score.surely_above`
+        certainty: float = CERTAINTY,
+        gain: float = LEAST_GAIN,
     ) -> Candidate:
         """Return the best of the others if `surely_above` the usual, else the usual."""
         ranked = sorted(others, key=lambda each: self.score(each).mean)
@@ -151,7 +144,7 @@ class Trials(Generic[Candidate]):
 
 
 def ranked(
-    measure: Callable[[Candidate], Score],  # see `Trials`
+    measure: Callable[[Candidate], Score],
     usual: Candidate,  # is chosen, unless another is significantly better
     others: Iterable[Candidate],
     advice: str,  # the end of the error's message

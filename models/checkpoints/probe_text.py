@@ -1,7 +1,4 @@
-"""A short text that a target writes, with the states that drafters read.
-
-The target writes greedily from a few neutral starts in one batch, with new caches.
-"""
+"""A short text that a target writes greedily, with the states that drafters read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ from mlx_speculation.models.checkpoints.probe import Score, log_probs
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.taps import States
 
-# Code and prose; some of it should be of a kind that the target has seen.
+# Code and prose, so that the target has seen some of these kinds of text.
 STARTS = (
     "The first of these",
     "import os, sys\n\n\ndef",
@@ -41,13 +38,12 @@ class OwnText:
     @classmethod
     def of(
         cls,
-        model: nn.Module,  # the target
+        model: nn.Module,
         taps: HiddenStates,  # on the target; they collect `states`
-        # Token ids; all are cut to the length of the shortest
-        starts: Sequence[Sequence[int]],
+        starts: Sequence[Sequence[int]],  # ids; cut to the length of the shortest
         steps: int = STEPS,  # how many tokens to write in each row
     ) -> "OwnText":
-        """Let a target write a text."""
+        """Let a target write a text in new caches, all rows in one batch."""
         shortest = min(len(start) for start in starts)
         rows = mx.array([list(start[:shortest]) for start in starts], mx.uint32)
         target: Any = model
@@ -71,10 +67,9 @@ class OwnText:
     def score(self, logits: mx.array, first: int, ids: mx.array | None = None) -> Score:
         """Score guesses; a repeated trigram of the text counts once.
 
-        Args:
-            logits: [rows, n, columns], for the tokens at the n positions from `first`.
-            first: the first position, `written` or later.
-            ids: the token ids of the columns; None: all, in order.
+        `logits`, [rows, n, columns], are for the tokens at the n positions from
+        `first`, which is `written` or later. `ids` are the token ids of the columns;
+        None: all, in order.
         """
         stop = first + logits.shape[1]
         rows, columns = self._places(first, stop)

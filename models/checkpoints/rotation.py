@@ -6,10 +6,10 @@
     rope_parameters {kind: {...}}       for the layers of one kind
     partial_rotary_factor               for all layers
 
-The keys are at the top, in the part with the sizes of the layers, or in both. A key may
-occur several times with equal values; null counts as missing. Values for all layers
-apply to the kinds without an entry of their own. They must not contradict an entry of
-full attention: files of Gemma give the theta of full attention in both ways.
+The keys are at the top, in the part with the sizes of the layers, or in both. Several
+values of a key have to be equal; null counts as missing. Values for all layers apply to
+the kinds without an entry of their own. They must not contradict an entry of full
+attention: files of Gemma give the theta of full attention in both ways.
 """
 
 import sys
@@ -26,8 +26,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _OBJECTS = ("rope_scaling", "rope_parameters")
 _FLAT = ("rope_theta", "partial_rotary_factor")
 _USUAL_THETA = 10_000.0
-# Types, and the type that rotates text in the same way: for text, all parts of an mrope
-# have the same position.
+# Types, and the type that rotates text in the same way. The axes of an mrope have equal
+# positions in text.
 _SAME_TYPES = {"mrope": "default", "deepseek_yarn": "yarn"}
 _SCALES = {
     "factor",
@@ -51,7 +51,7 @@ class Rotation:
     rope_type: str = "default"
     # The share of a head's dimensions that is rotated; None: config.json does not say
     factor: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # options of the type
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the type
 
     @property
     def scaling(self) -> dict[str, Any] | None:
@@ -69,9 +69,9 @@ class Rotation:
 
 
 def read_rotation(
-    config: Mapping[str, Any],  # the content of config.json
+    config: Mapping[str, Any],
     name: str,  # the drafter's name, for messages
-    kind: str = FULL,  # the kind of layers
+    kind: str = FULL,
     *,
     usual: Rotation | None = None,  # for a config with no keys but those of `_FLAT`
 ) -> Rotation:
@@ -131,11 +131,7 @@ def rotations_of(
 def check_rotation(
     rotation: Rotation, name: str, *, dims: int, positions: int | None
 ) -> None:
-    """Refuse a rotation that mlx-lm cannot make for heads of `dims` dimensions.
-
-    Raises:
-        ModelFolderError: its type is unknown, or an option is missing.
-    """
+    """Raise `ModelFolderError` if mlx-lm cannot make the rotation for these sizes."""
     try:
         initialize_rope(dims, rotation.theta, False, rotation.scaling, positions)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
@@ -146,7 +142,7 @@ def check_rotation(
 
 
 def _statements(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, key and value; the key of an object names a kind of layers."""
+    """Yield place, key and value; the key of an object is a kind of layers."""
     for path, part in parts_of(config):
         for key in _FLAT:
             # With Gemma's global_<key> for full layers, <key> is for sliding ones.

@@ -9,8 +9,7 @@
     convention    for an MTP head: some of hidden, recycled, order and norms
     draft_length  tokens to draft in a round, unless the caller passes a number
 
-Other keys and repeated keys are refused, and so are paths that lead elsewhere,
-including paths that do so through a link.
+Other keys, repeated keys, and paths or links that lead elsewhere are refused.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,15 +30,14 @@ _ADVICE = "Correct it, or pass another draft= than 'auto'."
 
 @dataclass(frozen=True, slots=True)
 class PairFile:
-    """Contents of speculation.json."""
+    """Contents of speculation.json; None: not stated."""
 
-    file: Path  # the file itself
+    file: Path
     draft: str  # "mtp", "lookup", or the draft's folder as the file has it
     folder: Path | None = None  # the draft's folder; None: `draft` is "mtp" or "lookup"
-    kind: str | None = None  # the kind of draft; None: not stated
-    # The checked fields of a convention; None: not stated
-    convention: Mapping[str, Any] | None = None
-    draft_length: int | None = None  # tokens to draft in a round; None: not stated
+    kind: str | None = None
+    convention: Mapping[str, Any] | None = None  # its fields, checked
+    draft_length: int | None = None
 
 
 def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:

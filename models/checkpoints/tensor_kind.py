@@ -1,7 +1,7 @@
 """Kind of the drafter in a folder, by the names of its tensors.
 
 config.json may claim another kind, since later kinds reuse architectures and keys of
-earlier ones. Tensors that only one kind has are reliable.
+earlier ones.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ _BLOCKS = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
-    """Return the names of the tensors in a folder's weight files.
+    """Return the names of the tensors in a folder's weight files, without "model.".
 
     The result is empty if the files cannot be read or are ambiguous; loading them later
     raises the error.
@@ -46,11 +46,9 @@ def tensor_names(folder: Path) -> frozenset[str]:
 
 
 def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
-    """Return the kind of drafter that has tensors of these names.
+    """Return the kind of drafter that has tensors of these names, without "model.".
 
-    Args:
-        names: the names, without "model." in front.
-        claimed: the kind in config.json, which counts if the names do not decide.
+    `claimed`, the kind in config.json, counts if the names do not decide.
     """
     present = set(names)
     for sign, kind in _SIGNS.items():
@@ -64,11 +62,7 @@ def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
 
 
 def check_kind(names: Iterable[str], kind: str) -> None:
-    """Refuse the tensors of another kind of drafter.
-
-    Raises:
-        ModelFolderError: the tensors are of another kind; the text names both kinds.
-    """
+    """Raise `ModelFolderError` for the tensors of another kind of drafter."""
     result = kind_by_tensors(names, kind)
     if result != kind:
         raise ModelFolderError(
