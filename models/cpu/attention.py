@@ -1,12 +1,13 @@
 """Attention in float32 on an x86-64 CPU, by products of BLAS.
 
 On such a CPU, mlx's own attention spends most of its time outside of the matrix
-products. Its softmax goes element by element (see `exponentials`), and it computes one
-product for each head, although query heads that share keys can be computed in one
-product. Here the division by the softmax's sum comes after the product with the values,
-when a row has `value dim` numbers instead of one for each key. Prompts of a draft model
-have many rows, which are computed in blocks: the results of a block stay in the
-processor's caches, and with a causal mask a block omits keys that none of its rows see.
+products. Here:
+
+- The softmax is vectorized, see `exponentials`. The division by its sum comes after the
+  product with the values, which has fewer numbers.
+- Query heads that share keys are computed in one product.
+- Many rows are computed in blocks, whose results stay in the processor's caches. With a
+  causal mask a block omits keys that none of its rows see.
 """
 
 from typing import Any
@@ -23,18 +24,18 @@ _LOWEST = -3.4028234663852886e38  # of float32; mlx's score where a bool mask is
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
 ) -> mx.array:
-    """Compute `mx.fast.scaled_dot_product_attention`.
+    """Compute `mx.fast.scaled_dot_product_attention` in float32.
 
     Args:
-        queries: float32 [batch, heads, rows, dim].
-        keys: float32 [batch, key heads, n, dim].
-        values: float32 [batch, key heads, n, value dim].
+        queries: [batch, heads, rows, dim].
+        keys: [batch, key heads, n, dim].
+        values: [batch, key heads, n, value dim].
         scale: the factor of the products of queries and keys.
         mask: None, "causal", or an array of bool, or of float32 to add: [rows, n], or
             with axes for batch and heads before these two.
 
     Returns:
-        float32 [batch, heads, rows, value dim].
+        [batch, heads, rows, value dim].
     """
     rows, count = queries.shape[2], keys.shape[2]
     if rows <= ROWS_AT_ONCE:

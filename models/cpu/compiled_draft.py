@@ -1,22 +1,20 @@
 """The forwards of a small draft model over one or two tokens, compiled as a whole.
 
-On a CPU the time of a small model's step depends on the number of operations, not on
-the size of its products. If mlx compiles a step of the demo draft, half of its 336
-operations remain, and Python builds none of them. Compiling requires that all values in
-a step that depend on the text are arrays. So keys and values are in buffers of 512 rows
-or a multiple, a step writes them at an offset that is an array, and a mask hides the
-rows after the offset:
+On a CPU the time of a small model's step depends on the number of operations. Compiling
+a step of the demo draft leaves half of its 336 operations, and Python builds none of
+them. But all values that depend on the text have to be arrays. So keys and values are
+in buffers of 512 rows or a multiple, a step writes them at an offset that is an array,
+and a mask hides the rows after the offset:
 
     offset 300, 1 token     mlx-lm: 301 keys, no mask
                             here: 512 keys, bool mask [1, 512]
 
-The caches stay mlx-lm's own: a step gets their buffers and returns new ones, and their
-offsets are updated. The logits differ from mlx-lm's by rounding, so they are used only
-for drafts, which the target checks.
+The caches stay mlx-lm's own: a step gets their buffers and returns new ones. The logits
+differ from mlx-lm's by rounding, so they are used only for drafts.
 
 mlx compiles some twenty libraries with a C++ compiler. That takes 16 seconds at the
-first use on a machine, and again after the machine's folder for temporary files was
-emptied; otherwise it takes 20 ms in each process.
+first use on a machine, and again after the folder for temporary files was emptied.
+Otherwise it takes 20 ms in each process.
 """
 
 import shutil
@@ -38,16 +36,11 @@ _SAMPLE = (3, 1, 2, 0)
 class FixedKeys:
     """Substitute for a `KVCache` in a compiled step.
 
-    Args:
-        keys: [1, heads, rows, dim]; the rows before the offset are in use.
-        values: as keys.
-        offset: int32 [].
-
-    Attributes:
-        single_rows: whether attention of one row may round differently than mlx's.
+    `keys` and `values` are [1, heads, rows, dim], `offset` is int32 []. The rows before
+    the offset are in use.
     """
 
-    single_rows = True
+    single_rows = True  # attention of one row may round differently than mlx's
 
     def __init__(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
         self.keys = keys
@@ -112,14 +105,9 @@ class CompiledSteps:
         )
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Feed tokens and write their keys and values to the caches.
+        """Feed tokens [n], write to the caches, return logits [n, vocab], lazy.
 
-        Args:
-            tokens: [n], evaluated or not.
-            caches: caches of the model; `serves` has to be true for them.
-
-        Returns:
-            The logits [n, vocab], not evaluated.
+        `serves` has to be true for the arguments.
         """
         start = caches[0].offset
         end = start + tokens.shape[0]
@@ -135,12 +123,9 @@ class CompiledSteps:
 
 
 def _in_steps(old: mx.array, rows: int, room: int) -> mx.array:
-    """Return a buffer with a multiple of 512 rows, so that few shapes are compiled.
+    """Return a buffer [1, heads, n, dim] of whole steps of rows, with room for `room`.
 
-    Args:
-        old: [1, heads, n, dim].
-        rows: the number of its rows in use.
-        room: the number of rows that are needed.
+    Whole steps leave few shapes to compile. The first `rows` rows are in use.
     """
     room = whole_steps(room)
     return old if old.shape[2] == room else with_room(old, rows, room)

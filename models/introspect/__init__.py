@@ -1,6 +1,6 @@
 """Finding the parts of a model by running it and observing its calls.
 
-The parts are embedding, layers, final norm and output layer of any mlx-lm model. This
-package also collects hidden states of forwards, and makes output layers for only some
-token ids. It does not know drafters or caches.
+The parts are embedding, layers, final norm and output layer. This package also collects
+hidden states, and makes output layers for some token ids. It knows neither drafters nor
+caches.
 """

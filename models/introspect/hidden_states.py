@@ -8,10 +8,8 @@ states.after_norm, states.layer(7)        # [batch, positions, dim], not evaluat
 taps.embed(tokens), taps.head(states.after_norm)
 ```
 
-The observed modules get classes of their own for the life of the taps (see
-`models.instance_hooks` and `observing`); parameter paths, `isinstance` and, bit for
-bit, the logits stay the same. States belong to the block that collects them, so several
-taps on one model, and several threads, do not affect each other.
+Bit for bit, the logits stay the same. Several taps on one model, and several threads,
+do not affect each other.
 
     layer(i)      the output of decoder layer i, from 0: the residual stream after it;
                   layer(-1) is the input of the first layer, the embeddings
@@ -19,8 +17,6 @@ taps on one model, and several threads, do not affect each other.
                   this is their mix, and there is no `layer(i)`
     after_norm    the output of the final norm. Some models scale it or the logits;
                   `head` does so too
-
-The constructor refuses states that were not found in the model (see `parts`).
 """
 
 import weakref
@@ -47,7 +43,7 @@ from mlx_speculation.models.observer import OBSERVED, Observer, observing
 
 
 class HiddenStates:
-    """Taps on one model, for the life of a drafter.
+    """Taps on one model, for the states that the arguments name.
 
     Raises:
         UnsupportedModelError: the wanted states were not found in the model.
@@ -59,10 +55,9 @@ class HiddenStates:
         # An mlx-lm model, whose modules must not be replaced later
         model: nn.Module,
         *,
-        # The decoder layers whose output is collected, from 0; -1: the input of layer 0
         layers: Sequence[int] = (),
-        before_norm: bool = False,  # whether to collect the input of the final norm
-        after_norm: bool = False,  # whether to collect the output of the final norm
+        before_norm: bool = False,
+        after_norm: bool = False,
     ) -> None:
         self.parts = parts = find_parts(model)
         parts.require("norm", *(["layers"] if layers else []))
@@ -91,12 +86,9 @@ class HiddenStates:
     def collect(self, states: States | None = None) -> Iterator[States]:
         """Collect the states of the forwards that this thread runs inside the block.
 
-        Do not `yield` inside the block in a generator: the forwards of its caller would
-        be collected too.
-
-        Args:
-            states: the states to add to; None: new ones. An error raised in the block
-                leaves them unchanged.
+        They are added to `states`; None: to new ones. An error raised in the block
+        leaves them unchanged. Do not `yield` inside the block in a generator: the
+        forwards of its caller would be collected too.
 
         Raises:
             UnsupportedModelError: an observed module was not called.
@@ -110,15 +102,10 @@ class HiddenStates:
             result.add(forward)
 
     def embed(self, tokens: mx.array, *, scaled: bool = False) -> mx.array:
-        """Return the embeddings of token ids.
+        """Return embeddings [batch, positions, dim] of token ids [batch, positions].
 
-        Args:
-            tokens: ids [batch, positions].
-            scaled: whether to return the input of the first layer, to which the model
-                applied its scale, norm or positions (from 0); False: rows of the table.
-
-        Returns:
-            [batch, positions, dim]
+        They are rows of the table. With `scaled` they are the input of the first layer,
+        to which the model applied its scale, norm or positions (from 0).
 
         Raises:
             UnsupportedModelError: the embeddings do not follow from the ids alone.
@@ -133,19 +120,15 @@ class HiddenStates:
         return rows
 
     def head(self, hidden: mx.array, *, only: Observer | None = None) -> mx.array:
-        """Return the model's logits for hidden states after its final norm.
+        """Return the logits [batch, positions, vocab] of states after the final norm.
 
-        The logits include the model's scales, soft caps and masked ids. Four families
-        have their head inside of the module that runs the layers (gpt_neox, lille-130m,
-        gemma3n, phixtral). For these each call builds a forward, of which the part
-        before the norm is not evaluated.
+        `hidden` is [batch, positions, dim], of any origin. `only` is a `ReducedOutput`
+        of this model, for the logits of its ids. The model's scales, soft caps and
+        masked ids apply.
 
-        Args:
-            hidden: [batch, positions, dim], of any origin.
-            only: a `ReducedOutput` of this model, for the logits of its ids only.
-
-        Returns:
-            [batch, positions, vocab]
+        Four families have their head inside of the module that runs the layers
+        (gpt_neox, lille-130m, gemma3n, phixtral). For these each call builds a forward,
+        of which the part before the norm is not evaluated.
         """
         self._check_open()
         if hidden.ndim != 3 or hidden.shape[-1] != self.parts.dim:

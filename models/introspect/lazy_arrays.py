@@ -1,10 +1,9 @@
 """Evaluation of all arrays that a model holds, so that any thread can use it.
 
-A lazy array belongs to a stream of the thread that made it, and mlx cannot compute it
-in another thread: "There is no Stream(cpu, 0) in current thread". mlx-lm evaluates the
-parameters that it loads. A model may hold more arrays: tables and constants under names
-with an underscore, which are no parameters, and weights that a forward replaces, as in
-gemma3n. Such arrays stay lazy if a forward is built and not computed.
+mlx cannot compute a lazy array in another thread than the one that made it: "There is
+no Stream(cpu, 0) in current thread". mlx-lm evaluates the parameters that it loads.
+Other arrays may stay lazy: tables under names with an underscore, and weights that a
+forward replaces, as in gemma3n.
 """
 
 from collections.abc import Iterator

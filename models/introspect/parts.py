@@ -1,26 +1,23 @@
 """Parts of a model: embedding, decoder layers, final norm and head.
 
-Parts are found by the calls of one forward (`trace`), not by their names, so that text
-models in wrappers and future families are covered:
+Parts are found by the calls of one forward (`trace`), not by their names:
 
     layers       `model.layers`. Each is called once, in order, with the result of the
                  layer before it; the final norm is called with the last result
     norm         the last call, after the layers, of a module whose parameters are
-                 vectors of the hidden size. A module around the norm returns the norm's
-                 result, or the head is called with that result. Without such a call:
-                 the operations of the trunk after the last layer, such as a norm
-                 without weights
+                 vectors of the hidden size. A module around it returns its result, or
+                 the head takes its result. Without such a call: the trunk's operations
+                 after the last layer, such as a norm without weights
     trunk        the outermost module, except the model, that returns the result of the
-                 final norm (without such a norm: the module that runs the layers). All
+                 final norm. Without such a norm: the module that runs the layers. All
                  later operations are the head
     embedding    the module that is called with the token ids only, before the layers
     output       the module that is called with the result of the trunk and returns as
                  many numbers as there are logits: a linear layer, or the embedding
                  (tied)
 
-A part that is not found with certainty is `missing`, and a drafter that needs it raises
-an error with the reason. One case is not detected: an array that is changed in place
-between two layers. No architecture of mlx-lm 0.32.2 does that
+A part that is not found with certainty is `missing`. One case is not detected: an array
+that is changed in place between two layers. No architecture of mlx-lm 0.32.2 does that
 (tests/models/introspect/test_hidden_states.py).
 """
 
@@ -58,13 +55,9 @@ class Parts:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def require(self, *names: str) -> None:
-        """Raise an error unless all of these parts were found.
+        """Raise `UnsupportedModelError` unless these parts were found.
 
-        Args:
-            names: of "layers", "norm", "embedding" and "entry".
-
-        Raises:
-            UnsupportedModelError: a part was not found.
+        `names` are of "layers", "norm", "embedding" and "entry".
         """
         for name in names:
             if name in self.missing:

@@ -1,9 +1,9 @@
 """The table of learned positions that a model may have, such as GPT-2's.
 
-A forward past the table's last row reads other memory, since mlx does not check
-indices; a NaN there reaches other rows by 0 x NaN. So texts end at the end of the
-table, and lanes refuse to feed more. Rows of padding, whose logits nobody reads, may
-have positions past the end: with the hook they look up the last row.
+mlx does not check indices, so a forward past the table's last row reads other memory.
+So lanes refuse to feed a text past the table's end. Rows of padding may have positions
+past the end. A hook makes them look up the last row, since a NaN would reach other rows
+by 0 x NaN.
 """
 
 import functools
@@ -46,11 +46,7 @@ def position_table(model: nn.Module) -> int | None:
 
 
 def check_positions(fed: int, seen: int, positions: int | None) -> None:
-    """Refuse to feed `fed` tokens after `seen` tokens if the table is too short.
-
-    Raises:
-        InvalidRequestError: the table has too few positions.
-    """
+    """Raise `InvalidRequestError` if `fed` tokens after `seen` do not fit the table."""
     if positions is not None and seen + fed > positions:
         raise InvalidRequestError(
             f"{fed} tokens after {seen} earlier ones do not fit into the model's table "
@@ -65,12 +61,7 @@ def position_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 
 
 def _tables(model: nn.Module, *, anew: bool = False) -> list[_Table]:
-    """Return the position tables of a model, which are cached while it lives.
-
-    Args:
-        model: an mlx-lm model.
-        anew: ignore the cache, as the model may have another table now.
-    """
+    """Return the position tables of a model; `anew`: look again, not in the cache."""
     kept = _kept.get(id(model))
     if kept is None or anew:
         forget = partial(_forget, _kept, id(model))
@@ -86,7 +77,7 @@ def _look(model: nn.Module) -> list[_Table]:
     """Find the position tables in a forward of two equal tokens; it is not evaluated.
 
     In a table of tokens the forward looks up one row twice, in a table of positions two
-    successive rows. A model whose only embedding is that of its tokens is not run.
+    successive rows.
     """
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     modules = [each for each in model.modules() if isinstance(each, kinds)]

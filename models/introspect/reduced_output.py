@@ -4,10 +4,9 @@
     with reduced.only():
         logits = model(tokens, cache=caches)        # [batch, positions, len(ids)]
 
-The rows of those ids are copied once, and inside the block the output layer multiplies
-with the copies. The model and its weights do not change, and its operations on logits,
-such as a soft cap, apply to these logits. An embedding that is also the output layer
-still embeds every id.
+Inside the block the output layer multiplies with copies of those rows. The model's own
+operations on logits, such as a soft cap, still apply. An embedding that is also the
+output layer still embeds every id.
 """
 
 import io
@@ -37,9 +36,7 @@ _TOLERANCE = 1e-3  # of the largest logit: products with fewer rows may round ot
 class ReducedOutput(Observer):
     """The output layer of one model, for some ids.
 
-    Args:
-        parts: the model's parts.
-        ids: different token ids that the model has logits for, in any order.
+    `ids` are different token ids, in any order, that the model has logits for.
 
     Raises:
         UnsupportedModelError: the output layer was not found or is of an unknown kind,
@@ -135,11 +132,9 @@ def _refused(parts: Parts, why: str) -> UnsupportedModelError:
 
 
 def sliced(layer: nn.Module, ids: mx.array) -> nn.Module:
-    """Return a linear layer with copies of some rows of another layer.
+    """Return a linear layer with copies of the rows `ids`, uint32 [n], of a layer.
 
-    Args:
-        layer: a linear layer or an embedding, quantized or not.
-        ids: uint32 [n], the rows.
+    `layer` is a linear layer or an embedding, quantized or not.
 
     Raises:
         TypeError: the layer is of another kind.

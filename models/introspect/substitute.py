@@ -1,8 +1,7 @@
 """Forwards in which the result of a module is replaced, or that end at a module.
 
-A model applies scales, soft caps, masked ids and positions in its own code, before its
-first layer and after its trunk. Here this code runs unchanged, with another input, or
-only up to a given module. No cache is used.
+So a model's own code before its first layer and after its trunk can run with another
+input: scales, soft caps, masked ids and positions. No cache is used.
 """
 
 from typing import Any
@@ -38,14 +37,15 @@ class _ReachedError(Exception):
 
 
 def logits_of(
-    model: nn.Module,  # the model; `module` is observed
-    # The trunk or the final norm. Operations before the norm are built, and never
-    # evaluated; a trunk is not called at all
-    module: nn.Module,
+    model: nn.Module,
+    module: nn.Module,  # the trunk or the final norm, observed
     result: mx.array,  # [batch, positions, dim]
     also: Observer | None = None,  # a further observer of the forward
 ) -> mx.array:
-    """Return the logits of a model in which a module returns `result`."""
+    """Return the logits of a model in which a module returns `result`.
+
+    Operations before the final norm may be built, but are never evaluated.
+    """
     instead = _Instead(module, result)
     others = () if also is None else (also,)
     with observing(instead, *others, alone=True):
@@ -58,10 +58,8 @@ def logits_of(
 def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
     """Return the first input of a module when a model is fed tokens without a cache.
 
-    Args:
-        model: the model; `module` is observed.
-        module: the module to stop at; neither it nor a later one is called.
-        tokens: ids [batch, positions].
+    `module` is observed; neither it nor a later one is called. `tokens` are [batch,
+    positions].
     """
     try:
         with observing(_Instead(module, None), alone=True):

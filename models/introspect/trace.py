@@ -1,8 +1,8 @@
 """The calls of one forward of a model, with their arguments and results.
 
-Arrays are compared as objects. Nothing is evaluated, so a forward of a large model
-takes milliseconds and reads no weights, with two exceptions: the model itself evaluates
-a value, or it replaces weights by new arrays, which are then evaluated.
+Arrays are compared as objects. The forward is built and not evaluated, so it takes
+milliseconds for a large model. Only values that the model itself evaluates, and arrays
+that replace its weights, are computed.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,5 @@
 """Dispatch of a round's operations to mlx's own functions or to a room's ops.
 
-Rooms are described in `models.device_ops`. Functions that mlx-lm's layers call are
-replaced during a round, in the round's thread only. This package does not know
-drafters, caches or tokens.
+Functions that mlx-lm's layers call are replaced during a round, in the round's thread
+only. This package does not know drafters, caches or tokens.
 """

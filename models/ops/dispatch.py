@@ -1,9 +1,4 @@
-"""Dispatch of operations to the rooms (see `models.device_ops`).
-
-No other module names `models/cpu` and `models/cuda`. If no room of `ROOMS` supports
-this machine, callers use the functions of mlx and mlx-lm: the text is the same, but
-takes longer.
-"""
+"""Dispatch of operations to the rooms (see `models.device_ops`)."""
 
 import mlx.core as mx
 import mlx.nn as nn

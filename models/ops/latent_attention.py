@@ -8,11 +8,11 @@ methods, with the same result up to rounding:
     several rows     q (W_k c), and W_v c: first computes keys and values of every head
                      from all latents, in every forward
 
-The second method is faster for a prompt. But a verify of 5 rows over a long text would
-compute all keys and values again. So in a round up to `MOST_ROWS` rows use the first
-method. The hook runs a copy of the model's own method with another attention function.
-The keys and values in that copy are not used, and so never computed. Prompts, and
-classes whose source has changed, keep mlx-lm's methods.
+The second method is faster for a prompt, but slower for the few rows of a verify over a
+long text. So in a round up to `MOST_ROWS` rows use the first method. The hook runs a
+copy of the model's own method with another attention function. The keys and values in
+that copy are not used, and so never computed. Classes whose source has changed get no
+hook.
 """
 
 import functools
@@ -47,7 +47,7 @@ ATTENTIONS = frozenset(
 
 
 class _Latents:
-    """Substitute for an attention's cache, whose returned latents it keeps."""
+    """Substitute for a cache; keeps the latents that the cache returned."""
 
     __slots__ = ("attention", "cache", "shown")
 

@@ -1,10 +1,8 @@
 """Attention of a round, in place of the function that a model's layers call.
 
-The code of mlx-lm's layers calls attention by a global name. A hooked layer runs a copy
-of its code, in which this name is bound to `attend` of the room for this machine
-(`models.device_ops`). `attend` checks its arguments, and calls mlx-lm's function if it
-does not support them. The original code runs outside of rounds. A layer whose name was
-bound to another function before the hook was made gets no hook.
+mlx-lm's layers call attention by a global name. In a round, a hooked layer runs a copy
+of its code in which this name is bound to the room's `attend` (`models.device_ops`). A
+layer whose name was bound to another function before gets no hook.
 """
 
 import functools

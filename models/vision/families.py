@@ -1,9 +1,8 @@
 """Families of mlx-vlm: supported ones, and reasons why others are refused.
 
-`families.toml` beside this file lists every family that has a vision part. A family is
-supported if a test compares its text, written with drafts, with mlx-vlm's text, with
-images and without (tests/engine/test_vision_families.py). A family that is not listed
-is refused.
+`families.toml` lists every family that has a vision part. A family is supported if
+tests/engine/test_vision_families.py compares its text with mlx-vlm's, with images and
+without. A family that is not listed is refused.
 """
 
 import tomllib
@@ -27,19 +26,19 @@ class Family:
 
     Attributes:
         name: the family's package under mlx_vlm.models.
-        mrope: whether positions have three axes. Images advance positions in another
-            way than text does, and every call has to pass the positions.
+        mrope: whether positions have three axes, and every call has to pass them, since
+            images shift them.
         axes_last: whether positions are [1, n, 3] instead of [3, 1, n].
         recurrent: whether some layers are recurrent, see `recurrent_slots`.
         one_pass: whether a config may let tokens of an image see later tokens of the
             same image. Then one forward has to hold all images of a prompt.
-        quantizes: whether its attention was tested with quantized caches. mlx-lm cannot
-            quantize windows, so this is False for families with sliding layers.
+        quantizes: whether its attention was tested with quantized caches; False for
+            families with sliding layers, whose windows mlx-lm cannot quantize.
         one_image: whether mlx-vlm reads at most one image in a prompt.
-        slots: how a prompt marks the slots of images. "ids": a placeholder token for
-            each slot; for the others see `engine_ids`.
-        placeholder: the key of config.json that names the placeholder token, or the
-            token's id; None: `image_token_id` or `image_token_index`.
+        slots: the marks of image slots in a prompt. "ids": a placeholder token for each
+            slot; for the others see `engine_ids`.
+        placeholder: the placeholder token's id, or its key in config.json; None:
+            `image_token_id` or `image_token_index`.
         text: the module of mlx_lm.models whose layers the family's MTP heads have;
             None: no MTP head is known.
     """

@@ -5,8 +5,7 @@
     [images_end, ...)  the rest of the prompt and the generated text are fed as token
                        ids, at positions that the images have shifted
 
-An `ImageForward` is called like the target. The offset of the caches tells which of the
-two parts comes next. The call leaves no state of the request on the model.
+The offset of the caches tells which of the two parts comes next.
 """
 
 from typing import Any
@@ -31,16 +30,13 @@ class ImageForward:
     The vision tower runs in the first call, unless this call begins behind the last
     image.
 
-    Args:
-        target: the target.
-        prompt: the request's prompt.
-
     Attributes:
         slots: the runs of image slots in the prompt, [start, stop) each.
         one_pass: whether the prompt up to its last image has to be fed in one forward.
 
     Raises:
-        InvalidRequestError: the prompt has no image, or ends with one.
+        InvalidRequestError: the numbers of images and placeholders do not fit, or the
+            prompt ends with an image.
     """
 
     def __init__(self, target: VisionTarget, prompt: ImagePrompt) -> None:
@@ -58,7 +54,6 @@ class ImageForward:
                 f"The prompt has {_images(prompt)} images, but mlx-vlm reads only one "
                 f"in a prompt of {target.family.name}. Ask about one."
             )
-        # If the tokens of an image see each other, one forward has to hold all images.
         self.one_pass = target.one_pass and bool(self.slots)
         self._end = self.slots[-1][1] if self.slots else 0
         if self._end == length:

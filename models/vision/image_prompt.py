@@ -27,13 +27,13 @@ class ImagePrompt:
     """Output of a vision model's processor for a text and its images.
 
         inputs = mlx_vlm.prepare_inputs(processor, images=images, prompts=text)
-        generator.stream(ImagePrompt(**inputs))
+        generator.stream(ImagePrompt.of(inputs))
 
     Args:
         input_ids: token ids [1, n], with one placeholder for each slot of an image.
         inputs: the tensors of the images, by the names of arguments of the model's
-            `get_input_embeddings`: `pixel_values` and others. Each is an array, or a
-            list with one array for each image if their shapes differ.
+            `get_input_embeddings`, such as `pixel_values`. Each is an array, or a list
+            with one array for each image if their shapes differ.
 
     Attributes:
         given: the ids that the model reads, see `engine_ids`; None: `input_ids`.
@@ -98,9 +98,9 @@ class ImagePrompt:
     def prefix_keys(self, placeholder: int) -> list[int]:
         """Return the keys of the tokens for a prefix cache.
 
-        The key of a token is its id. The key of an image's slot is a hash of all
-        tensors of images and of the slot's place. So two prompts share slots only if
-        all their images are equal; otherwise they share the text before the first slot.
+        The key of a token is its id. The key of an image's slot is a hash of all images
+        and of the slot's place, so two prompts share slots only if all their images are
+        equal.
         """
         digest = self._digest()
         return [

@@ -43,15 +43,10 @@ _OTHER_PARTS = ("audio", "input_audio", "video", "video_url")
 def load_vision(
     path_or_repo: str | Path, *, trust_remote_code: bool = False
 ) -> tuple[VisionTarget, Any]:
-    """Load a vision model with mlx-vlm.
+    """Load a vision model with mlx-vlm, and mlx-lm's wrapper of its tokenizer.
 
-    Args:
-        path_or_repo: a folder in mlx-vlm's layout, or the name of a repository.
-        trust_remote_code: whether code of the model or its processor may run.
-
-    Returns:
-        The target, with its processor, and mlx-lm's tokenizer wrapper. On a Linux CPU
-        the weights are float32.
+    `path_or_repo` is a folder in mlx-vlm's layout, or the name of a repository. With
+    `trust_remote_code` code in it may run. On a Linux CPU the weights are float32.
 
     Raises:
         MissingLibraryError: mlx-vlm is not installed.
@@ -134,9 +129,7 @@ def tokenizer_of(processor: Any) -> TokenizerWrapper:
 class Processor:
     """Makes prompts with images from text or messages and pictures.
 
-    Args:
-        processor: the processor that `mlx_vlm.load` returns.
-        config: the model's config.
+    `processor` is the one that `mlx_vlm.load` returns.
     """
 
     def __init__(self, processor: Any, config: Any) -> None:
@@ -145,14 +138,11 @@ class Processor:
     def prompt(
         self, prompt: Any, images: Sequence[Any], template: Mapping[str, Any]
     ) -> ImagePrompt:
-        """Return a prompt with images.
+        """Return a prompt with images, from text or messages.
 
-        Args:
-            prompt: text with the family's own marker for each image, or messages.
-                Images belong to the image parts of messages, and images beyond these to
-                the user's last message.
-            images: see `open_image`.
-            template: keywords for the chat template.
+        Text has the family's own marker for each image. Images belong to the image
+        parts of messages, and further images to the user's last message. `images` are
+        sources for `open_image`. `template` has keywords for the chat template.
 
         Raises:
             InvalidRequestError: an image cannot be read, the prompt is neither text nor

@@ -2,8 +2,7 @@
 
 mlx-vlm has copies of mlx-lm's cache classes. Its models give the same results on
 mlx-lm's classes, which this library can roll back. A class is replaced only if its
-source is the one that was compared with mlx-lm's. The list of a model's caches keeps
-its length and order.
+source is the one that was compared with mlx-lm's.
 """
 
 from typing import Any

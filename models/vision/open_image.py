@@ -1,7 +1,7 @@
-"""Pictures from paths, bytes and data URLs, with a clear error for anything else.
+"""Pictures from paths, bytes and data URLs; nothing is fetched.
 
-Nothing is fetched. Limits are checked before an image is decoded, since a small file
-can claim billions of pixels.
+Limits are checked before an image is decoded, since a small file can claim billions of
+pixels.
 """
 
 import base64
@@ -33,9 +33,7 @@ USUAL_LIMITS = ImageLimits()
 def open_image(source: Any, limits: ImageLimits = USUAL_LIMITS) -> Any:
     """Return a picture of Pillow in RGB, rotated by its EXIF orientation.
 
-    Args:
-        source: a path, bytes, a data URL, or a picture of Pillow.
-        limits: the largest sizes that are read.
+    `source` is a path, bytes, a data URL, or a picture of Pillow.
 
     Raises:
         InvalidRequestError: the source is no image, of another format, truncated, too

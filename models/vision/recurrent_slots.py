@@ -3,13 +3,13 @@
 mlx-lm's layers assign states to a cache, but mlx-vlm's layers pass the cache an
 operation that makes a state. `RecurrentSlots` runs the operation and writes to mlx-lm's
 class, which this library can roll back. In a round it also records the states after
-fewer rows, so that a commit can keep only the first rows of the round:
+fewer rows, for a commit of only the first rows:
 
     update_window     a short convolution: the state after n rows is a view of its input
     update_recurrent  a scan: the operation returns the state after each row
 
-Nothing is recorded for a layer that assigns its states. For a model with such a layer,
-a commit of only the first rows runs the model again.
+Nothing is recorded for a layer that assigns its states. Such a model runs again for a
+commit of only the first rows.
 """
 
 from collections.abc import Callable
@@ -43,11 +43,8 @@ class SlotCall:
 class RecurrentSlots:
     """The states of one layer, as mlx-vlm's layers read and write them.
 
-    This object is made anew for each forward, so that attributes set by a model do not
-    outlive the forward.
-
-    Args:
-        cache: mlx-lm's cache, or the cache that a `Speculation` puts in its place.
+    A forward makes its own, so that attributes set by a model do not outlive the
+    forward. `cache` is mlx-lm's, or the one that a `Speculation` puts in its place.
     """
 
     is_speculating = False  # this library rolls back, not mlx-vlm
@@ -76,12 +73,9 @@ class RecurrentSlots:
     ) -> tuple[Any, Any]:
         """Run a state transition over `length` rows.
 
-        Args:
-            slot: the slot of the state.
-            length: the number of rows.
-            update: takes the state, and a number n or None. Returns the output, the
-                last state and, unless n is None, the state after each of the first n
-                rows, [batch, n, ...].
+        `update` takes the state in the slot, and a number n or None. It returns the
+        output, the last state and, unless n is None, the state after each of the first
+        n rows, [batch, n, ...].
         """
         steps = length - 1 if self._notes and length > 1 else None
         output, state, *rest = update(self._cache[slot], steps)

@@ -1,8 +1,8 @@
 """A model of mlx-vlm as a target, with the interface of an mlx-lm model.
 
-For families with positions of several axes (M-RoPE), every call passes positions.
-Otherwise mlx-vlm would keep positions on the model, and the next request would read
-those of the previous request. A `VisionTarget` keeps no state of a request.
+A `VisionTarget` keeps no state of a request. For families with positions of several
+axes (M-RoPE), every call passes positions, since mlx-vlm would otherwise keep them on
+the model for the next request.
 """
 
 import importlib
@@ -28,15 +28,8 @@ if TYPE_CHECKING:
 class VisionTarget(nn.Module):
     """The language model of a vision model, as `SpeculativeGenerator` takes a target.
 
-    Args:
-        vlm: a model of mlx-vlm, as `mlx_vlm.load` returns it.
-        processor: makes prompts from text and images; None: requests have to pass an
-            `ImagePrompt`.
-
-    Attributes:
-        vlm: the model of mlx-vlm.
-        processor: the processor.
-        family: the model's family.
+    `vlm` is a model of mlx-vlm, as `mlx_vlm.load` returns it. `processor` makes prompts
+    from text and images; None: requests have to pass an `ImagePrompt`.
 
     Raises:
         UnsupportedModelError: the family is not supported.
@@ -101,12 +94,7 @@ class VisionTarget(nn.Module):
         images: Sequence[Any],
         template: Mapping[str, Any] = MappingProxyType({}),
     ) -> ImagePrompt:
-        """Return a prompt with images, as the processor makes it.
-
-        Args:
-            prompt: text with markers, or messages.
-            images: see `open_image`.
-            template: keywords for the chat template.
+        """Return a prompt with images; the arguments are those of `Processor.prompt`.
 
         Raises:
             InvalidRequestError: there is no processor, or an image or the prompt cannot
@@ -144,10 +132,9 @@ class VisionTarget(nn.Module):
         return result
 
     def positions(self, prompt: ImagePrompt) -> tuple[mx.array, mx.array]:
-        """Return positions of three axes for a family whose features have none.
+        """Return positions [3, 1, n], and their shift after the prompt [1, 1].
 
-        Returns:
-            Positions [3, 1, n], and the shift of positions after the prompt [1, 1].
+        This is for a family with M-RoPE whose features have no positions.
         """
         result, shift = self.language_model.get_rope_index(
             prompt.input_ids,
@@ -167,16 +154,10 @@ class VisionTarget(nn.Module):
     def forward(
         self, inputs: mx.array, cache: Any, start: int, **more: Any
     ) -> mx.array:
-        """Run the language model.
+        """Return the language model's logits [1, n, vocab] for token ids [1, n].
 
-        Args:
-            inputs: token ids [1, n].
-            cache: a list of caches; None: no caches.
-            start: the position of the first token.
-            more: other arguments of the language model.
-
-        Returns:
-            Logits [1, n, vocab].
+        `start` is the position of the first token. `cache` is a list of caches; None:
+        no caches. `more` are other arguments of the language model.
         """
         if self.family.mrope and "position_ids" not in more:
             row = mx.arange(start, start + inputs.shape[1])
