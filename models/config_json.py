@@ -9,11 +9,7 @@ from mlx_speculation.json_files import LARGEST, JsonFlawError, load_json
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the object in a folder's config.json.
-
-    Raises:
-        ModelFolderError: the file is missing, or holds no JSON object.
-    """
+    """Return the object in a folder's config.json, or raise `ModelFolderError`."""
     return read_json(folder / "config.json")
 
 
@@ -25,11 +21,7 @@ def read_json(
     unique_keys: bool = False,
     advice: str = "Download it again, or correct it.",  # the end of errors
 ) -> dict[str, Any]:
-    """Return the object in a JSON file of a model folder.
-
-    Raises:
-        ModelFolderError: the file cannot be read, or holds no object.
-    """
+    """Return the object in a JSON file of a model, or raise `ModelFolderError`."""
     try:
         value = load_json(file, most=most, unique_keys=unique_keys)
     except JsonFlawError as error:

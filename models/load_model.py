@@ -195,7 +195,6 @@ def _check_config(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _check_ends(ends: Collection[Any], path_or_repo: str | Path) -> None:
-    """Refuse end-of-text ids that are not whole numbers."""
     wrong = [end for end in ends if end is not None and type(end) is not int]
     if wrong:
         raise ModelFolderError(
@@ -206,7 +205,6 @@ def _check_ends(ends: Collection[Any], path_or_repo: str | Path) -> None:
 
 
 def _check_adapter(folder: Path) -> None:
-    """Refuse a folder that holds no adapter."""
     missing = [name for name in ADAPTER if not is_there(folder / name)]
     if missing:
         raise ModelFolderError(
@@ -216,7 +214,6 @@ def _check_adapter(folder: Path) -> None:
 
 
 def _adapted(model: nn.Module, folder: Path) -> nn.Module:
-    """Return a model with an adapter's layers."""
     try:
         model = load_adapters(model, str(folder))
     except Exception as error:

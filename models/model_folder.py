@@ -72,11 +72,10 @@ def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
 
 
 def model_folder(path_or_repo: str | Path) -> Path:
-    """Return the folder of a model, after fetching it if a repository is named.
+    """Return the folder of a model, which is fetched if a repository is named.
 
     Raises:
-        ModelFolderError: the value is neither a model folder nor a repository, or the
-            repository could not be fetched.
+        ModelFolderError: there is no such folder or repository, or no access to it.
     """
     check_model_folder(path_or_repo)
     folder = Path(path_or_repo).expanduser()

@@ -71,7 +71,6 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def _group_size(layer: Any) -> int | None:
-    """Return the group size that fits a layer; None: it cannot be quantized."""
     if not hasattr(layer, "to_quantized"):
         return None
     return next((n for n in GROUP_SIZES if layer.weight.shape[-1] % n == 0), None)

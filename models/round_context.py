@@ -142,7 +142,8 @@ def fixed_shape_forward(rows: int) -> Iterator[None]:
     """Inside the block, this thread builds a forward of exact mode.
 
     Its layers use mlx's own operations, not those for one device, and the same formulas
-    for any number of rows. `rows` of them, at least 1, are no padding.
+    for any number of rows. `rows`, at least 1, is the number of rows that are no
+    padding.
     """
     # Latent attention reads `in_round`.
     exact, inside = _exact_rows.set(rows), _in_round.set(True)

@@ -1,4 +1,7 @@
-"""Layout of safetensors files, read without their tensors."""
+"""Layout of safetensors files, read without their tensors.
+
+The functions raise `ModelFolderError` for a file or an index that is malformed.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,11 +32,7 @@ class TensorPlace:
 
 
 def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the shapes in a safetensors file by tensor name, and its metadata.
-
-    Raises:
-        ModelFolderError: the file cannot be read, or is truncated.
-    """
+    """Return the shapes in a safetensors file by tensor name, and its metadata."""
     try:
         with safe_open(file, framework="numpy") as opened:
             shapes = {
@@ -56,8 +55,8 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
     tensors of the model.
 
     Raises:
-        ModelFolderError: the index is malformed, or names a file that is missing or not
-            in the folder; or, without an index, two files hold the same tensor.
+        ModelFolderError: a file that the index names is missing or not in the folder;
+            or, without an index, two files hold the same tensor.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -85,11 +84,7 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
 
 
 def unnamed_files(folder: Path) -> list[Path]:
-    """Return files that mlx-lm would load and that are not among `weight_files`.
-
-    Raises:
-        ModelFolderError: see `weight_files`.
-    """
+    """Return files that mlx-lm would load and that are not among `weight_files`."""
     return sorted(set(folder.glob(SHARDS)) - set(weight_files(folder)))
 
 
@@ -98,9 +93,6 @@ def spare_files(folder: Path) -> list[Path]:
 
     Such a file may hold a head that was added after the index was written. A file that
     repeats weights of the model belongs to another checkpoint.
-
-    Raises:
-        ModelFolderError: see `weight_files`; or a file cannot be read.
     """
     unnamed = unnamed_files(folder)
     if not unnamed:
@@ -143,7 +135,6 @@ def check_index(
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file name of each tensor in an index."""
     named: Any = read_json(index).get("weight_map")
     right = isinstance(named, dict) and len(named) > 0
     if not right or not all(isinstance(file, str) for file in named.values()):
@@ -166,9 +157,6 @@ def named_files_only(folder: Path) -> Iterator[Path]:
 
     mlx-lm loads every file that matches `SHARDS`. If these are not exactly the files of
     the weights, the yielded folder is a temporary one with links.
-
-    Raises:
-        ModelFolderError: see `weight_files`.
     """
     files, of_mlx_lm = weight_files(folder), set(folder.glob(SHARDS))
     if set(files) == of_mlx_lm:
@@ -200,12 +188,7 @@ def check_apart(files: Sequence[Path]) -> None:
 
 
 def places_in(file: Path) -> dict[str, TensorPlace]:
-    """Return the places of a file's tensors, by their names.
-
-    Raises:
-        ModelFolderError: the file cannot be read, is truncated, or is no safetensors
-            file.
-    """
+    """Return the places of a file's tensors, by their names."""
     header(file)  # checks the file
     try:
         with file.open("rb") as opened:

@@ -1,8 +1,5 @@
 """Targets spread over the ranks of `mx.distributed`, and messages between the ranks.
 
-    model, tokenizer = load(path, group=group)      # or, with a model of your own:
-    spread(model, group)                            # mlx-lm's model.shard(group)
-
     tensor      every rank has a part of each layer; ranks sum or gather their results
                 inside of a forward, and each rank gets all logits
     pipeline    every rank has some whole layers, and sends its states to the next rank;

@@ -1,6 +1,7 @@
 """Draft checkpoints: reading and checking a folder's config.json and tensors.
 
-In all functions, `name` is the drafter's name in errors.
+The functions raise `ModelFolderError` for what is missing or not supported. `name` is
+the drafter's name in the error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,12 +46,9 @@ def layer_args(
 ) -> Args:
     """Read mlx-lm's arguments of the decoder layers from a Llama-like config.json.
 
-    All `rotations` are checked, one a layer, and the arguments get the first. With
-    `gemma` the layers have Gemma's activation. Biases are not read, since the tensors
-    show them.
-
-    Raises:
-        ModelFolderError: a value is missing or not supported.
+    `rotations` has one for each layer. All are checked, and the arguments get the
+    first. With `gemma` the layers have Gemma's activation. Biases are not read, since
+    the tensors show them.
     """
     key, *known = ("hidden_act", "silu", "swish")
     if gemma:
@@ -105,11 +103,7 @@ def number(
     default: int | None = None,
     least: int = 1,
 ) -> int:
-    """Return a whole number of config.json.
-
-    Raises:
-        ModelFolderError: the number is missing and has no default, or is not allowed.
-    """
+    """Return a whole number of config.json, at least `least`; None: no default."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -125,11 +119,8 @@ def layer_windows(
 ) -> tuple[int | None, ...]:
     """Return the window of each layer; None: it has none.
 
-    `kinds` are the `layer_types` of config.json, and `config[key]` is the size of
-    windows.
-
-    Raises:
-        ModelFolderError: `kinds` is no list of `count` kinds, or there is no size.
+    `kinds` are the `layer_types` of config.json, `count` in number. `config[key]` is
+    the size of windows.
     """
     known = isinstance(kinds, list) and all(each in (FULL, SLIDING) for each in kinds)
     if not known or len(kinds) != count:
@@ -154,11 +145,7 @@ def proposed_tokens(config: Config) -> Any:
 
 
 def whole_numbers(value: Any, key: str, name: str) -> list[int]:
-    """Return a value of config.json that has to be a non-empty list of whole numbers.
-
-    Raises:
-        ModelFolderError: the value is something else.
-    """
+    """Return a list of whole numbers in config.json, which must not be empty."""
     if not isinstance(value, list) or not value or {type(n) for n in value} != {int}:
         raise ModelFolderError(
             f"config.json of the {name} has {key} {value!r}, which has to be a list of "
@@ -168,11 +155,7 @@ def whole_numbers(value: Any, key: str, name: str) -> list[int]:
 
 
 def read_tensors(folder: Path, name: str) -> Weights:
-    """Return the tensors of a folder's safetensors files; names lose a "model." prefix.
-
-    Raises:
-        ModelFolderError: there is no such file, or one cannot be read.
-    """
+    """Return the tensors in a folder by their names, without a "model." prefix."""
     files = weight_files(folder, "*.safetensors")
     if not files:
         raise ModelFolderError(
@@ -266,9 +249,6 @@ def load_into(
 
     Layers are quantized as the shapes of their tensors show. On a Linux CPU the module
     becomes float32. `file_name` returns a parameter's name in files.
-
-    Raises:
-        ModelFolderError: tensors are missing, unknown or of another shape.
     """
     add_biases(module, weights)
     quantize_like(module, weights)
@@ -298,9 +278,6 @@ def quantize_like(module: nn.Module, weights: Weights) -> None:
 
     Bits and group size follow from the shapes, since they often differ from the
     target's.
-
-    Raises:
-        ModelFolderError: the shapes fit no format.
     """
 
     def packed(path: str, part: nn.Module) -> bool | dict[str, Any]:
@@ -323,7 +300,7 @@ def check_shapes(
     name: str,
     file_name: Callable[[str], str] = str,  # returns a parameter's name in files
 ) -> None:
-    """Raise `ModelFolderError` unless weights have the names and shapes in `wanted`."""
+    """Refuse weights whose names or shapes are not those in `wanted`."""
 
     def some(result: set[str]) -> str:
         shown = sorted(map(file_name, result))

@@ -187,7 +187,6 @@ def first_rows(caches: Sequence[Any], rows: int) -> tuple[list[Any], int] | None
 
 
 def _view(cache: Any, rows: int) -> Any:
-    """Return a view of a cache's first `rows` rows; None: its kind has no view."""
     if type(cache) is CacheList:
         inner = [_view(each, rows) for each in cache.caches]
         return None if None in inner else CacheList(*inner)

@@ -1,4 +1,7 @@
-"""The arguments of Gemma 4's decoder layers in a drafter's config.json."""
+"""The arguments of Gemma 4's decoder layers in a drafter's config.json.
+
+The functions raise `ModelFolderError` for a rotation that is not understood.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -29,9 +32,6 @@ def gemma_args(config: Config, name: str) -> gemma4_text.ModelArgs | None:
 
     All layers have full attention, no experts and no per-layer inputs. None: the
     drafter has layers of another kind.
-
-    Raises:
-        ModelFolderError: the rotation of the layers is not understood.
     """
     part = layer_part(config)
     names = f"{config.get('architectures')} {part.get('model_type')}"
@@ -55,9 +55,6 @@ def with_rotations(
 
     mlx-lm reads only `rope_parameters` with an entry for each kind, and takes a default
     for a theta under another key.
-
-    Raises:
-        ModelFolderError: a rotation is not understood.
     """
     by_kind = {}
     for kind in sorted(set(args.layer_types or ())):

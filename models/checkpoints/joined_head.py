@@ -1,6 +1,7 @@
 """Base of heads that read the outputs of several of their target's layers.
 
-EAGLE-3 heads and DFlash drafters join these outputs with a layer `fc`.
+EAGLE-3 heads and DFlash drafters join these outputs with a layer `fc`. The functions
+raise `ModelFolderError` for a head that does not fit its target.
 """
 
 from collections.abc import Sequence
@@ -99,14 +100,7 @@ class JoinedHead(nn.Module):
 def take_own_ends(
     weights: Weights, name: str, *, dim: int, target_dim: int, vocab: int
 ) -> OwnEnds:
-    """Return the ends that the weights contain; remove d2t and t2d from the weights.
-
-    `dim` and `target_dim` are the hidden sizes, and `vocab` is the number of the
-    target's ids.
-
-    Raises:
-        ModelFolderError: the tensors do not fit this target, or one another.
-    """
+    """Return the ends that the weights contain; remove d2t and t2d from the weights."""
     ids = take_draft_ids(weights, vocab, name)
     result = OwnEnds(ids, _rows(weights, "lm_head"), _rows(weights, "embed_tokens"))
     kinds = {"embedding": result.embedding, "output layer": result.output}
@@ -135,9 +129,6 @@ def features_of(
     """Return the possible counts of layers that `fc` reads; empty: there is no `fc`.
 
     If `fc` is quantized and config.json has no bits, its shapes may fit several counts.
-
-    Raises:
-        ModelFolderError: `fc` reads layers of another size than the target's.
     """
     wide, scales = weights.get("fc.weight"), weights.get("fc.scales")
     if wide is None:
@@ -179,12 +170,7 @@ def check_layers(
     lowest: int = 0,  # -1: the embeddings may be read too
     advice: str = "",  # the end of the error for a layer that is missing
 ) -> tuple[int, ...]:
-    """Return the layers of the target that a head reads, after checking them.
-
-    Raises:
-        ModelFolderError: the target lacks a layer, or `fc` reads another number of
-            layers.
-    """
+    """Return the layers that a head reads, after checking that the target has them."""
     if min(layers) < lowest or max(layers) >= trunk:
         raise ModelFolderError(
             f"The {name} reads layers {list(layers)} of the target, but this target's "

@@ -214,10 +214,7 @@ def usual_of_eagle(trunk: int, count: int) -> list[Layers]:
 
 
 def _three(trunk: int) -> list[Layers]:
-    """Return layers 2, N // 2 and N - 3 of N, counted with and without the embedding.
-
-    vLLM, SGLang and the authors' code count the embedding.
-    """
+    """Return layers 2, N // 2, N - 3: first counted with the embedding, as in vLLM."""
     numbers = (2, trunk // 2, trunk - 3)
     return [tuple(each - 1 for each in numbers), numbers]
 

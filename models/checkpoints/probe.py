@@ -44,8 +44,8 @@ class Score:
     """Score of a candidate on a text."""
 
     values: NDArray[np.float64]  # float64 [places], expected log-probabilities in nats
-    agreement: float  # the share of places with the target's most probable token
-    chance: float  # the share expected by chance
+    agreement: float
+    chance: float
 
     @classmethod
     def of(

@@ -118,11 +118,7 @@ def read_rotation(
 def rotations_of(
     config: Mapping[str, Any], name: str, windows: Sequence[int | None]
 ) -> tuple[Rotation, ...]:
-    """Return the rotation of each layer; layers with a window are sliding ones.
-
-    Raises:
-        ModelFolderError: see `read_rotation`.
-    """
+    """Return `read_rotation` of each layer; layers with a window are sliding ones."""
     kinds = [FULL if window is None else SLIDING for window in windows]
     by_kind = {kind: read_rotation(config, name, kind) for kind in sorted(set(kinds))}
     return tuple(by_kind[kind] for kind in kinds)

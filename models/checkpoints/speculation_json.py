@@ -87,7 +87,6 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
 
 
 def _folder(file: Path, draft: str) -> Path:
-    """Return the folder at a path, or refuse the path."""
     target = file.parent.resolve()
     near = "a folder inside the target's, or next to it, is"
     if PurePosixPath(draft).is_absolute():

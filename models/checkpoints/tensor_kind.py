@@ -33,8 +33,7 @@ _BLOCKS = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"
 def tensor_names(folder: Path) -> frozenset[str]:
     """Return the names of the tensors in a folder's weight files, without "model.".
 
-    The result is empty if the files cannot be read or are ambiguous; loading them later
-    raises the error.
+    If the files cannot be read, the result is empty, and loading them raises the error.
     """
     names: set[str] = set()
     try:

@@ -123,10 +123,7 @@ class CompiledSteps:
 
 
 def _in_steps(old: mx.array, rows: int, room: int) -> mx.array:
-    """Return a buffer [1, heads, n, dim] of whole steps of rows, with room for `room`.
-
-    Whole steps leave few shapes to compile. The first `rows` rows are in use.
-    """
+    """Return a buffer of whole steps, so that few shapes are compiled."""
     room = whole_steps(room)
     return old if old.shape[2] == room else with_room(old, rows, room)
 

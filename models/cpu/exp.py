@@ -51,10 +51,7 @@ _powers_compiled = mx.compile(_powers, shapeless=True)
 
 @functools.cache
 def compile_here() -> None:
-    """Compile `exponentials` before a request needs it.
-
-    This takes seconds on the first use on a machine, and milliseconds after that.
-    """
+    """Compile `exponentials`: this takes seconds on the first use on a machine."""
     mx.eval(exponentials(mx.zeros((2, 8))))
 
 

@@ -169,7 +169,6 @@ def _entry(runs: list[ModuleCall], end: _End | None) -> nn.Module:
 
 
 def _embedding(traced: Trace, runs: list[ModuleCall], end: _End | None) -> nn.Module:
-    """Return the module that turns token ids into hidden states."""
     first = runs[0].start if runs else traced.calls[0].stop
     dim = None if end is None else end.hidden.shape[-1]
     calls = [
@@ -194,7 +193,6 @@ def _embedding(traced: Trace, runs: list[ModuleCall], end: _End | None) -> nn.Mo
 
 
 def _output(traced: Trace, end: _End) -> ModuleCall | None:
-    """Return the call that turns the hidden state into logits; None: not found."""
     calls = [call for call in traced.calls if _to_logits(traced, call, end.hidden)]
     outer = [c for c in calls if not any(other.contains(c) for other in calls)]
     return outer[0] if len(outer) == 1 else None
@@ -205,7 +203,6 @@ def _name(call: ModuleCall) -> str:
 
 
 def _described(value: Any) -> str:
-    """Return the shapes in a value, for a message."""
     if isinstance(value, mx.array):
         return f"an array of shape {value.shape}"
     if isinstance(value, tuple | list):

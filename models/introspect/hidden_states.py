@@ -124,11 +124,8 @@ class HiddenStates:
 
         `hidden` is [batch, positions, dim], of any origin. `only` is a `ReducedOutput`
         of this model, for the logits of its ids. The model's scales, soft caps and
-        masked ids apply.
-
-        Four families have their head inside of the module that runs the layers
-        (gpt_neox, lille-130m, gemma3n, phixtral). For these each call builds a forward,
-        of which the part before the norm is not evaluated.
+        masked ids apply. In gpt_neox, lille-130m, gemma3n and phixtral each call builds
+        a forward, of which the part before the norm is not evaluated.
         """
         self._check_open()
         if hidden.ndim != 3 or hidden.shape[-1] != self.parts.dim:

@@ -35,10 +35,7 @@ def evaluating_changes(model: nn.Module) -> Iterator[None]:
 
 
 def _arrays(holders: Any) -> Iterator[mx.array]:
-    """Yield the arrays in dicts, containers and attributes; visit each object once.
-
-    Arrays that only a closure holds are not found.
-    """
+    """Yield the arrays in dicts, containers and attributes, but not in closures."""
     waiting, seen = [holders], {}
     while waiting:
         value = waiting.pop()

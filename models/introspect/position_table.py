@@ -74,11 +74,7 @@ def _forget(kept: dict[int, Any], key: int, _: Any) -> None:
 
 
 def _look(model: nn.Module) -> list[_Table]:
-    """Find the position tables in a forward of two equal tokens; it is not evaluated.
-
-    In a table of tokens the forward looks up one row twice, in a table of positions two
-    successive rows.
-    """
+    """Find embeddings of which a forward of two equal tokens reads successive rows."""
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     modules = [each for each in model.modules() if isinstance(each, kinds)]
     result = []

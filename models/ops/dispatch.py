@@ -17,10 +17,7 @@ def attention_dims() -> frozenset[int]:
 
 
 def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
-    """Return a room's function for a block of gated delta steps; None: there is none.
-
-    See `DeviceOps.gated_delta`.
-    """
+    """Return the function of a room's `DeviceOps.gated_delta`; None: there is none."""
     for room in ROOMS:
         run = None if room.gated_delta is None else room.gated_delta(q, v)
         if run is not None:
@@ -29,12 +26,7 @@ def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
 
 
 def compiled_steps(model: nn.Module) -> CompiledForward:
-    """Compile the forward of a draft model, test it, and return it.
-
-    Raises:
-        UnsupportedModelError: the forward cannot be compiled here, or has other logits
-            than the model.
-    """
+    """Return the compiled forward of a draft, or raise `UnsupportedModelError`."""
     for room in ROOMS:
         if room.compile_draft is not None:
             return room.compile_draft(model)

@@ -58,7 +58,6 @@ class _Latents:
 
     @property
     def offset(self) -> int:
-        """The cache's offset."""
         return int(self.cache.offset)
 
     def update_and_fetch(self, latents: mx.array, keys: mx.array) -> Any:

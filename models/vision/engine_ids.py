@@ -22,10 +22,8 @@ from mlx_speculation.models.vision.image_prompt import SLOT, ImagePrompt
 def spread(prompt: ImagePrompt, placeholder: int, rows: int) -> ImagePrompt:
     """Return a prompt with as many ids for an image as the image has embedding rows.
 
-    The prompt has placeholders for one image only. Or it has one placeholder for each
-    image or part of one, and a `pixel_attention_mask` that gives the rows of each.
-    `placeholder` may be negative. `rows` is the number of rows of the prompt's
-    embeddings.
+    `rows` is the number of the prompt's embeddings. The prompt has placeholders for one
+    image only, or a `pixel_attention_mask` that gives the rows of each placeholder.
     """
     ids: Any = prompt.input_ids[0].tolist()
     masks: Any = prompt.inputs.get("pixel_attention_mask")

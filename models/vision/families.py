@@ -59,11 +59,7 @@ SERVED = {name: Family(name, **facts) for name, facts in _TABLES["served"].items
 
 
 def check_family(name: Any) -> Family:
-    """Return a family by its name.
-
-    Raises:
-        UnsupportedModelError: the family is not supported.
-    """
+    """Return a family by its name, or raise `UnsupportedModelError`."""
     if name in SERVED:
         return SERVED[name]
     if name in REFUSED:

@@ -211,15 +211,11 @@ class _WithoutPadding:
         return getattr(self._inner, name)
 
     def __call__(self, images: Any, *, padding: Any = None, **keywords: Any) -> Any:
-        """Prepare images."""
         return self._inner(images, **keywords)
 
 
 def _array(value: Any) -> Any:
-    """Return a processor's output as an array of mlx; None if it is text or None.
-
-    A list of arrays, which stands for images of different shapes, stays a list.
-    """
+    """Return a processor's output as an array or a list of arrays; None: it is text."""
     if value is None or isinstance(value, mx.array):
         return value
     if isinstance(value, str) or (isinstance(value, list) and _all_text(value)):

@@ -20,8 +20,7 @@ def native_caches(language_model: Any) -> list[Any]:
     """Return new caches of mlx-lm for a language model of mlx-vlm.
 
     Raises:
-        UnsupportedCacheError: a cache of the model is of an unknown class, or of one
-            whose source has changed.
+        UnsupportedCacheError: a cache's class is unknown, or its source has changed.
     """
     make = getattr(language_model, "make_cache", None)
     if make is None:

@@ -86,7 +86,6 @@ def data_of_url(url: str, limits: ImageLimits = USUAL_LIMITS) -> bytes:
 
 
 def _bytes_of(source: Any, name: str, limits: ImageLimits) -> bytes:
-    """Return the bytes of the image file, not decoded."""
     if isinstance(source, bytes | bytearray):
         return bytes(source)
     if isinstance(source, str) and source.startswith("data:"):
@@ -140,7 +139,6 @@ def _check_pixels(picture: Any, name: str, limits: ImageLimits) -> None:
 
 
 def _named(source: Any) -> str:
-    """Return the name of an image in messages."""
     if isinstance(source, str) and not source.startswith("data:"):
         return repr(_cut(source))
     if isinstance(source, Path):

@@ -43,8 +43,8 @@ class SlotCall:
 class RecurrentSlots:
     """The states of one layer, as mlx-vlm's layers read and write them.
 
-    A forward makes its own, so that attributes set by a model do not outlive the
-    forward. `cache` is mlx-lm's, or the one that a `Speculation` puts in its place.
+    Each forward makes a new object, so that attributes set by a model do not outlive
+    the forward. `cache` is mlx-lm's, or the one that a `Speculation` puts in its place.
     """
 
     is_speculating = False  # this library rolls back, not mlx-vlm
