@@ -69,8 +69,8 @@ class HeadOnTarget(ABC):
         """Write positions to a layer's caches, and return the layer's output for them.
 
         `hidden` are states of the target, or recycled ones of the head, [batch,
-        positions, dim]. `tokens` are ids [batch, positions]: position i takes token i +
-        1 of the text, or token i + 1 + layer in a chain.
+        positions, dim]. `tokens` are ids [batch, positions]: the token after each
+        position of the text, or the token `layer` places further in a chain.
         """
         return self._output(layer, self._run(layer, hidden, tokens, caches))
 
