@@ -7,9 +7,9 @@ compiled once for each head dimension, for any number of keys.
 Rows are (query head, position) pairs of one key head. A block computes a tile of
 sixteen rows over a part of the keys. Its warps take turns at groups of sixteen keys.
 Each warp keeps running maxima and sums (online softmax; Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax"). If tiles alone make too few blocks, the
-keys of a tile are split among several blocks, and a second kernel joins the results of
-these blocks (Dao et al. 2023, "Flash-Decoding").
+"Online normalizer calculation for softmax"). If tiles alone make too few blocks, each
+block gets a part of the keys, and a second kernel joins the results of the parts (Dao
+et al. 2023, "Flash-Decoding").
 
 Both products use matrix fragments (`mma.m16n8k16`, sums in float32), and every read is
 of 16 adjacent bytes:
@@ -21,10 +21,10 @@ of 16 adjacent bytes:
                dimensions of a value. A thread's scores are its part of the left
                operand, without a shuffle
 
-A NaN in a key or value makes the result of each row that sees it NaN, which the check
-of the logits relies on. Other rows are not affected. A row that sees no key gets zeros.
-If some row of a tile does not see all sixteen keys of a group, the product leaves out
-values that are not finite, and each row that sees such a value becomes NaN.
+A NaN in a key or value makes the result NaN for each row that sees it, and for no other
+row. The check of the logits relies on this. A row that sees no key gets zeros. If some
+row of a tile does not see all sixteen keys of a group, the product leaves out values
+that are not finite, and each row that sees such a value becomes NaN.
 """
 
 import functools
@@ -108,21 +108,17 @@ def attention(
     *,
     contiguous: bool = False,
 ) -> mx.array:
-    """Return softmax(scale queries keys^T + mask) values, on CUDA.
+    """Return softmax(scale queries keys^T + mask) values, on CUDA, like `queries`.
 
-    Args:
-        queries: [batch, heads, rows, dim], bfloat16 or float16; dim in `DIMENSIONS`.
-        keys: [batch, key heads, columns, dim], of the same dtype. The last axis has to
-            be contiguous, and other strides multiples of dim, for reads of 16 bytes.
-        values: like `keys`.
-        scale: the factor of the scores.
-        mask: "causal": the last row sees all columns; bool, which broadcasts to
-            [batch, 1, rows, columns]: True where a row sees a column; None: each row
-            sees all columns.
-        contiguous: use the kernel kept on disk, for which other layouts are copied.
+        queries    [batch, heads, rows, dim], bfloat16 or float16, dim in `DIMENSIONS`
+        keys       [batch, key heads, columns, dim], of the same dtype; the last axis is
+                   contiguous, other strides are multiples of dim, for reads of 16 bytes
+        values     like keys
+        mask       "causal": the last row sees all columns; None: all rows do;
+                   bool, broadcast to [batch, 1, rows, columns]: True: the row sees it
 
-    Returns:
-        Like `queries`.
+    With `contiguous`, the kernel that is kept on disk is used. Other layouts are
+    copied.
     """
     batch, heads, rows, dim = queries.shape
     key_heads, columns = keys.shape[1:3]

@@ -1,15 +1,14 @@
 """A few steps of the gated delta rule on CUDA, in one kernel.
 
-mlx-lm has a kernel for Metal only, and elsewhere loops over the tokens with about ten
-operations each. A forward over 5 rows then has 50 operations in each gated delta layer,
-and the host submits these one by one. Let S be the state [Dv, Dk] of a head, g a decay
-and b a beta. Each token computes
+mlx-lm has a kernel for Metal only. Elsewhere it loops over the tokens with about ten
+operations each, and the host submits these one by one. Let S be the state [Dv, Dk] of a
+head, g a decay and b a beta. Each token computes
 
     S' = g S      u = b (v - S' k)      S = S' + u k^T      y = S q
 
-The rows of S are independent, so a warp keeps one row in registers for all tokens, and
-the warp's lanes divide Dk among themselves. Sums are float32, and differ from the
-loop's by rounding.
+The rows of S are independent. So a warp keeps one row in registers for all tokens, and
+its lanes divide Dk among themselves. Sums are float32, and differ from the loop's by
+rounding.
 """
 
 import functools

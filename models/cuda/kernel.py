@@ -1,9 +1,9 @@
 """CUDA kernels that NVRTC compiles once on a machine.
 
 mlx 0.32 compiles kernels of `mx.fast.cuda_kernel` anew in every process, with its own
-headers: 1.7 s a kernel on an H100. A `Kernel` here is compiled without headers (0.2 s)
-and kept in the cache folder. `mx.fast.precompiled_cuda_kernel` launches it. This
-function passes scalars but no strides, so the inputs have to be contiguous.
+headers: 1.7 s a kernel on an H100. A `Kernel` is compiled without headers (0.2 s) and
+kept in the cache folder. `mx.fast.precompiled_cuda_kernel` launches it. This function
+passes scalars but no strides, so the inputs have to be contiguous.
 """
 
 import ctypes
@@ -24,10 +24,8 @@ _DIGEST = 32  # bytes of the sha256 at the start of a kept binary
 class Kernel:
     """A kernel for contiguous inputs.
 
-    Args:
-        name: the name of the function in the source, which is `extern "C"`. Its
-            parameters are the inputs, the outputs, then the scalars.
-        source: CUDA C++ without includes.
+    `source` is CUDA C++ without includes, with an `extern "C"` function `name`. The
+    function's parameters are the inputs, the outputs, then the scalars.
 
     Raises:
         RuntimeError: NVRTC is missing, or refuses the source.
@@ -149,7 +147,6 @@ def nvrtc() -> ctypes.CDLL:
 
 
 def _output(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
-    """Return the log or the machine code of a program."""
     size = ctypes.c_size_t()
     _check(
         library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))

@@ -1,9 +1,8 @@
 """Hooks with which linear layers in a round use the few-row kernels of `matmul`.
 
 A forward over a draft has at least two rows, and a batch's plain step has one row for
-each text. In these forwards the linear layers of any model use the kernels: each layer
-gets a class that calls the kernels (`models.instance_hooks`). Prompts, single rows,
-other dtypes, other quantizations and other devices keep mlx's products.
+each text. In these forwards the linear layers of any model use the kernels. Prompts,
+single rows, other dtypes and other quantizations keep mlx's products.
 
 Layers of one module whose names show that they have the same input, such as queries,
 keys and values, are multiplied together when the first of them is called. The others
@@ -49,9 +48,7 @@ WeightOf = Callable[[Any, mx.array], Weight | None]
 def half_weight(layer: Any, x: mx.array) -> Weight | None:
     """Return the weight for the kernel; None: mlx's own product has to be used.
 
-    Args:
-        layer: a linear layer or an embedding.
-        x: [..., k]
+    `layer` is a linear layer or an embedding, and `x` is [..., k].
     """
     weight = layer["weight"]  # faster than layer.weight
     width = x.shape[-1]
@@ -80,8 +77,8 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
 class _Way(NamedTuple):
     """Multiplication by a kind of layer: the method that does it, and the weight."""
 
-    method: str  # the name of the method
-    weight_of: WeightOf  # returns the weight for the kernel
+    method: str
+    weight_of: WeightOf
     summed: bool = False  # whether the products of all ranks of its group are added
 
 

@@ -11,9 +11,9 @@ weight and x, so a thread reads 16 adjacent bytes of k and uses them as two frag
 The warps of a block divide k among themselves, and add their sums in shared memory. The
 result of a row does not depend on the other rows.
 
-One kernel can multiply the weights of several layers with the same x; its blocks are
-divided among these weights. This is one operation to build and submit instead of, say,
-three, and weights with few outputs leave no multiprocessor idle.
+One kernel can multiply the weights of several layers with the same x. This is one
+operation to build and submit, and weights with few outputs leave no multiprocessor
+idle.
 
 Weights q of 4 bits become half floats by setting bits: 0x4300 | q is 128 + q in
 bfloat16, 0x6400 | q is 1024 + q in float16. With the scale s and the bias b of a group
@@ -278,11 +278,10 @@ def _kernel(dtype: mx.Dtype, tiles: int, group: int, count: int) -> Kernel:
 
 
 def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
-    """Return x @ weight.T for each weight, for a few rows, on CUDA.
+    """Return x @ weight.T for each weight, on CUDA.
 
-    Args:
-        x: [..., k], bfloat16 or float16; at most `MOST_ROWS` rows.
-        weights: the weights, all with the same `group`.
+    `x` is [..., k], bfloat16 or float16, with at most `MOST_ROWS` rows. All weights
+    have the same `group`.
     """
     *lead, width = x.shape
     rows = x.size // width

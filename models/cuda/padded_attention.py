@@ -2,8 +2,7 @@
 
 On CUDA, in half precision, cuDNN takes about 40 ms to plan attention for each new pair
 of row count and key count (`caches/types/padded_kv.py`). A draft model meets many
-pairs, since a prompt, or the text that it reads after a pause, may have any length.
-With padding it meets few:
+pairs, since a prompt may have any length. With padding it meets few:
 
     rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      see `row_size`
     keys     512 1,024 1,536 ... 4,096 4,608 ...             whole steps, or whole
@@ -34,16 +33,13 @@ def attention(
 ) -> mx.array:
     """Compute `mx.fast.scaled_dot_product_attention` on padded inputs.
 
-    Args:
-        queries: [batch, heads, rows, dim].
-        keys: [batch, key heads, n, dim].
-        values: [batch, key heads, n, value dim].
-        scale: the factor of the scores.
-        mask: None; "causal"; or bool [rows, n], perhaps with axes for batch and heads
-            before these two.
+        queries    [batch, heads, rows, dim]
+        keys       [batch, key heads, n, dim]
+        values     [batch, key heads, n, value dim]
+        mask       None; "causal"; or bool [rows, n]
+        result     [batch, heads, rows, value dim]
 
-    Returns:
-        [batch, heads, rows, value dim].
+    A bool mask may have axes for batch and heads in front.
     """
     rows, count = queries.shape[2], keys.shape[2]
     more_rows, before = row_size(rows) - rows, count - rows

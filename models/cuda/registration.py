@@ -28,9 +28,9 @@ def attend(
 ) -> mx.array:
     """Compute attention on CUDA, like mlx-lm's `scaled_dot_product_attention`.
 
-    A kernel computes a few rows. More rows are padded, so that cuDNN plans only for a
-    few sizes. mlx-lm's own function computes the rest: sinks, quantized keys, other
-    dtypes, a single row of one sequence.
+    A kernel computes a few rows. More rows are padded for cuDNN. mlx-lm's own function
+    computes the rest: sinks, quantized keys, other dtypes, a single row of one
+    sequence.
     """
     if attention.serves(queries, keys, values, cache, mask, sinks):
         whole = attention.shows_whole_buffer(keys, cache)

@@ -11,7 +11,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_speculation.models.dflash.config import DFlashSettings
 
-# The tensor of attention sinks in some files: for each head, a logit without a value.
+# The tensor of attention sinks in some files: a logit without a value for each head.
 SINKS = "attention_sink_bias"
 
 
@@ -42,10 +42,8 @@ class DFlashAttention(qwen3.Attention):
     def keys_values(self, rows: mx.array, offset: Any) -> tuple[mx.array, mx.array]:
         """Return keys and values of rows [batch, positions, dim].
 
-        Args:
-            rows: the states.
-            offset: the position of the first row; an array has one position for each
-                text.
+        `offset` is the position of the first row; an array has one position for each
+        text.
         """
         keys = self.k_norm(by_head(self.k_proj(rows), self.n_kv_heads))
         values = by_head(self.v_proj(rows), self.n_kv_heads)
@@ -104,10 +102,9 @@ def attend_block(
 def _mask(
     size: int,
     rows: int,
-    window: int | None,  # how many positions a row sees; None: all
-    causal: bool,  # whether a row sees no later positions
-    # The position of the block's first row; an array if texts differ in length
-    start: Any,
+    window: int | None,
+    causal: bool,
+    start: Any,  # the block's first position; an array if texts differ in length
 ) -> mx.array | None:
     """Return a mask over the last `rows` positions for `size` rows; None: no mask."""
     first: Any = rows - size

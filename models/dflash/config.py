@@ -1,10 +1,8 @@
 """Configuration of block drafters, from config.json: DFlash and its descendants.
 
-Where a drafter reads the last layer of the target, it gets the output of the final norm
-instead (for the layers see `checkpoints.layer_readings`).
-
-Row 0 of a block is its anchor, the token before the drafted tokens. Two readings of the
-rows are in use:
+A drafter that reads the last layer of the target gets the output of the final norm
+instead. Row 0 of a block is its anchor, the token before the drafted tokens. Two
+readings of the rows are in use:
 
     given      row j predicts the token at its own position; row 0 predicts nothing
     samples    row j predicts the token after its position
@@ -46,17 +44,16 @@ Anchor = Literal["given", "samples"]
 class DFlashSettings:
     """The settings of a block drafter, from config.json."""
 
-    layers: qwen3.ModelArgs  # mlx-lm's arguments of the first decoder layer
+    layers: qwen3.ModelArgs  # of the first decoder layer
     block: int  # the number of rows of a block, with the anchor
-    mask_token: int  # the id of the mask, which stands for a token to draft
-    windows: tuple[int | None, ...]  # the window of each layer; None: unlimited
-    # For each layer, whether rows see only earlier rows of the block
-    causal: tuple[bool, ...]
-    rotations: tuple[Rotation, ...]  # the rotary embedding of each layer
+    mask_token: int
+    windows: tuple[int | None, ...]  # of each layer; None: unlimited
+    causal: tuple[bool, ...]  # of each layer: rows see only earlier rows of the block
+    rotations: tuple[Rotation, ...]  # of each layer
     anchor: Anchor = "given"
     partial: bool = False  # whether only a share of a head's dimensions is rotated
     pairs: bool = False  # whether rotation pairs neighbouring dimensions, not halves
-    value_scale: float = 1.0  # a factor of the values
+    value_scale: float = 1.0
     gated: bool = False  # whether queries come with gates for the attention's output
     plus_one: bool = False  # whether norm weights are stored minus one
 

@@ -6,12 +6,10 @@
     x = x + mlp(norm(x))
     logits = head(norm(x)); row j is for the token at its own position n + j
 
-Each layer makes its own keys and values of the context, and keeps them in a cache. Keys
-and values of a block are dropped after the round. Rows of a full layer see the whole
-context and the whole block. Rows of a layer with a window see as many positions as the
-window has and, unless config.json says otherwise, no later rows of the block. Later
-kinds (`models.dflash2`, `models.dspark`) have the same context, and differ in their
-layers, in the position that a row predicts, or in the choice of drafts.
+Each layer keeps its own keys and values of the context in a cache. Keys and values of a
+block are dropped after the round. Rows of a full layer see the whole context and the
+whole block. Rows of a layer with a window see as many positions as the window has and,
+unless config.json says otherwise, no later rows of the block.
 """
 
 from collections.abc import Sequence
@@ -50,7 +48,7 @@ class DFlashHead(JoinedHead):
     Args:
         settings: the settings of config.json.
         width: how many numbers the drafter reads at each position of the target.
-        ends: the embedding and output layer that the drafter has of its own.
+        ends: the drafter's own embedding and output layer.
         layers: the drafter's decoder layers, with `run` and `self_attn.write`; None:
             DFlash's.
         gemma: see `JoinedHead`.
@@ -85,8 +83,7 @@ class DFlashHead(JoinedHead):
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
         """Return the context [1, positions, dim].
 
-        Args:
-            outputs: outputs of the target's layers, each [1, positions, target's dim].
+        `outputs` are those of the target's layers, each [1, positions, target's dim].
         """
         parts = [each.astype(self.dtype) for each in outputs]
         wide = mx.concatenate(parts, axis=-1)
@@ -97,11 +94,7 @@ class DFlashHead(JoinedHead):
 class DFlash:
     """A drafter on its target.
 
-    Args:
-        head: the drafter.
-        target: gives the layers' outputs, and embeds tokens and makes logits if the
-            drafter has no layers of its own for that.
-        layers: the layers of the target to read, from 0; -1: the embeddings.
+    `layers` are the layers of the target to read, from 0; -1: the embeddings.
     """
 
     def __init__(
@@ -139,7 +132,7 @@ class DFlash:
     def rows(
         self, context: mx.array, token: mx.array, caches: Sequence[Any], count: int
     ) -> mx.array:
-        """Return the normed states of the rows that predict the drafts after a token.
+        """Return the normed states that predict the drafts, [batch, count, dim].
 
         Args:
             context: the context of the positions before the token that are not in the
@@ -147,9 +140,6 @@ class DFlash:
             token: the newest token, [batch, 1].
             caches: the context and then the whole block are written to them.
             count: how many drafts, at most the head's depth.
-
-        Returns:
-            [batch, count, dim]
         """
         settings = self.head.settings
         masks = mx.full(
@@ -174,7 +164,7 @@ class DFlash:
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
         """Return logits of the first draft after a token, [batch, 1, vocab].
 
-        The arguments are those of `rows`, with the whole context before the token.
+        `context` is the whole context before the token.
         """
         return self.block(context, token, self.new_caches(), 1)
 
@@ -192,10 +182,8 @@ class DFlash:
             choose(logits[:, index])
 
     def _embedded(self, block: mx.array) -> mx.array:
-        """Return the embeddings of a block of ids [batch, rows]."""
         # Scaled as for the target's first layer; the scale matters for Gemma.
         return self.head.embedded(block, self._target, scaled=True)
 
     def _logits(self, normed: mx.array) -> mx.array:
-        """Return logits of states after the norm."""
         return self.head.logits(normed, self._target)

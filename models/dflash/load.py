@@ -56,6 +56,8 @@ def load_dflash(
 ) -> Loaded:
     """Load the DFlash drafter in a folder of its own.
 
+    On a Linux CPU the drafter is float32, dequantized where it was quantized.
+
     Args:
         folder: the drafter's folder, with config.json and safetensors.
         model: its target.
@@ -64,9 +66,6 @@ def load_dflash(
             or the usual one.
         starts: token ids of a few texts for a probe, which decides what config.json
             leaves open; None: no probe, and the usual reading.
-
-    Returns:
-        The drafter; on a Linux CPU in float32, dequantized where it was quantized.
 
     Raises:
         ModelFolderError: the drafter is of another kind or target, or not complete.
@@ -106,20 +105,20 @@ def read_blocks(folder: Path, name: str) -> Weights:
 
 
 def build(
-    config: Config,  # the content of config.json
-    weights: Weights,  # all tensors
-    model: nn.Module,  # the target
-    settings: DFlashSettings,  # the settings of config.json
+    config: Config,
+    weights: Weights,
+    model: nn.Module,
+    settings: DFlashSettings,
     # Makes the module from settings, `width` and `ends`, see `DFlashHead`
     make: Callable[[DFlashSettings, int, OwnEnds], DFlashHead],
     *,
     name: str,  # the drafter's name, for messages
-    on_target: OnTarget = DFlash,  # connects the module to the target
-    layer_ids: LayerIds | None,  # see `load_dflash`
-    anchor: Anchor | None,  # see `load_dflash`
-    starts: Sequence[Sequence[int]] | None,  # see `load_dflash`
+    on_target: OnTarget = DFlash,
+    layer_ids: LayerIds | None,
+    anchor: Anchor | None,
+    starts: Sequence[Sequence[int]] | None,
 ) -> Loaded:
-    """Return a block drafter with these tensors.
+    """Return a block drafter with these tensors; see `load_dflash`.
 
     Raises:
         ModelFolderError: the tensors are not complete, or not of this target.

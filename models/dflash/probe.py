@@ -1,9 +1,8 @@
 """Probe of a block drafter: tries the readings of its checkpoint, and keeps the best.
 
-Some checkpoints leave open two things that no tensor shows: which layers of the target
-the drafter reads (see `checkpoints.layer_readings`), and whether row j of a block
-predicts the token at its own position or at the next one. The probe lets the target
-write a little text, and scores the drafter's predictions under each reading.
+No tensor shows which layers of the target the drafter reads, and whether row j of a
+block predicts the token at its own position or at the next one. The target writes a
+little text, and the probe scores the drafter's predictions under each reading.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +23,17 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 class Reading(NamedTuple):
     """One candidate of the probe."""
 
-    layers: Layers  # the layers of the target to read, from 0; -1: the embeddings
-    anchor: Anchor  # the position that row j of a block predicts
+    layers: Layers
+    anchor: Anchor
 
 
-# Makes a drafter that reads these layers of its target
 OnTarget = Callable[[DFlashHead, HiddenStates, Layers], DFlash]
 
 
 def probe_blocks(
     head: DFlashHead,  # gets the anchor of the best reading
     on_target: OnTarget,
-    model: nn.Module,  # the target; the probe does not change it
+    model: nn.Module,
     readings: LayerReadings,
     starts: Sequence[Sequence[int]],  # token ids of a few texts to continue
     *,

@@ -13,10 +13,10 @@ NAME = "DFlash2 drafter"
 class DFlash2Settings:
     """The config.json of a DFlash2 drafter."""
 
-    blocks: DFlashSettings  # the settings that DFlash also has
-    taps: int  # rows that a convolution reads for one row, that row included
-    group: int  # neighbouring channels that share `delta`, see `BlockConvolution`
-    rank: int  # the rank of the selector
+    blocks: DFlashSettings
+    taps: int  # see `BlockConvolution`
+    group: int  # see `BlockConvolution`
+    rank: int  # of the selector
     top: int  # candidates for each draft
     vocab: int | None  # ids from here on are no candidates; None: no such limit
     softcap: float | None  # the cap of logits; None: no cap is applied here

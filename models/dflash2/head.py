@@ -8,8 +8,8 @@
     u = logits of norm(x), [drafts, vocab];  C = the best few ids of each draft
     score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p
 
-For the convolutions in and out see `BlockConvolution`; the context passes through none
-of them. The first draft's p is the newest token. A score depends only on the previous
+The convolutions in and out are `BlockConvolution`s. The context passes through none of
+them. The first draft's p is the newest token. A score depends only on the previous
 token, so no path through the candidates needs another forward.
 """
 
@@ -33,13 +33,9 @@ class BlockConvolution(nn.Module):
         conv(y)[i, c] = sum over t <= i of
                         (base[t, c] + delta[i, t, c // group]) * y[i - t, c]
 
-    Rows before the block count as 0. `delta` of both convolutions is a linear function
-    of the rows that `sides` takes.
-
-    Args:
-        dim: the number of channels.
-        taps: rows that a convolution reads for one row, that row included.
-        group: neighbouring channels that share a delta.
+    Row i reads `taps` rows, itself included. Rows before the block count as 0. `group`
+    neighbouring channels share a delta. `delta` of both convolutions is a linear
+    function of the rows that `sides` takes.
     """
 
     def __init__(self, dim: int, taps: int, group: int) -> None:
@@ -99,10 +95,9 @@ class CandidateSelector(nn.Module):
     def edges(self, state: mx.array, token: mx.array, ids: mx.array) -> mx.array:
         """Return the terms to add to candidates' logits, float32 [texts, candidates].
 
-        Args:
-            state: the normed state of the draft's row, [texts, dim].
-            token: the previous token, [texts].
-            ids: the ids of the candidates, uint32 [texts, candidates].
+        `state` is the normed state of the draft's row, [texts, dim], `token` the
+        previous token, [texts]. `ids` are those of the candidates, uint32 [texts,
+        candidates].
         """
         mixed = self.predecessor_codebook[token] * self.hidden_projection(state)
         after = self.successor_codebook[ids].swapaxes(1, 2)
@@ -110,16 +105,9 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2Head(DFlashHead):
-    """The network of a DFlash2 drafter.
+    """The network of a DFlash2 drafter; `vocab` is the number of ids of the selector.
 
-    Args:
-        settings: the settings of config.json.
-        width: how many numbers the drafter reads at each position of the target.
-        ends: the embedding and output layer that the drafter has of its own.
-        vocab: how many ids the selector knows.
-
-    Attributes:
-        selection: the settings of config.json.
+    `width` and `ends` are those of `DFlashHead`.
     """
 
     def __init__(
@@ -141,12 +129,9 @@ class DFlash2(DFlash):
     def candidates(self, normed: mx.array) -> tuple[mx.array, mx.array]:
         """Return the best ids of each draft, and their logits.
 
-        Args:
-            normed: states after the norm, [texts, drafts, dim].
-
-        Returns:
-            Different ids in no particular order, uint32, and logits, float32, both
-            [texts, drafts, candidates].
+        `normed` has states after the norm, [texts, drafts, dim]. The ids, uint32, are
+        different and in no particular order. They and the logits, float32, are [texts,
+        drafts, candidates].
         """
         settings = self.head.selection
         logits = self._logits(normed).astype(mx.float32)

@@ -37,11 +37,10 @@ class LogSnr:
 class DSparkSettings:
     """The settings of a DSpark drafter, from config.json."""
 
-    blocks: DFlashSettings  # the settings that DFlash also has
+    blocks: DFlashSettings
     rank: int  # the rank of the Markov head; 0: there is no such head
-    markov: Markov  # the kind of the Markov head
-    # The arguments of Gemma 4's layers for mlx-lm; None: the layers are Qwen 3's
-    gemma: gemma4_text.ModelArgs | None = None
+    markov: Markov
+    gemma: gemma4_text.ModelArgs | None = None  # None: the layers are Qwen 3's
     log_snr: LogSnr | None = None
 
 

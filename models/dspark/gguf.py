@@ -2,7 +2,7 @@
 
 The files do not say whether their list of layers counts layers from 0, or entries of
 the tuple of hidden states, which begins with the embeddings. The list is read as layers
-from 0, unless a probe decides otherwise; see `open_readings` in `models.dflash`.
+from 0, unless a probe decides otherwise.
 """
 
 from pathlib import Path

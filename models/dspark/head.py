@@ -28,15 +28,8 @@ from mlx_speculation.models.dspark.heads import (
 class DSparkHead(DFlashHead):
     """The network of a DSpark drafter.
 
-    Args:
-        settings: the settings of config.json.
-        width: how many numbers the drafter reads at each position of the target.
-        ends: the embedding and output layer that the drafter has of its own.
-        rows: how many token ids its Markov head knows.
-        columns: the number of columns of its logits.
-
-    Attributes:
-        dspark: the settings of config.json.
+    The Markov head knows `rows` token ids and makes `columns` logits. `width` and
+    `ends` are those of `DFlashHead`.
     """
 
     def __init__(

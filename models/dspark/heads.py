@@ -21,14 +21,10 @@ from mlx_speculation.models.dspark.config import Markov
 
 
 class MarkovHead(nn.Module):
-    """Makes biases of logits from the previous token.
+    """Makes biases of logits from the previous token; for the kinds see the module.
 
-    Args:
-        kind: the kind of head, see the module.
-        dim: the size of the block's states.
-        rank: the size of the embeddings.
-        rows: how many token ids may come before.
-        columns: the number of columns of the logits.
+    `dim` is the size of the block's states, and `rank` that of the embeddings of `rows`
+    token ids. The logits have `columns` columns.
     """
 
     def __init__(
@@ -45,13 +41,10 @@ class MarkovHead(nn.Module):
     def bias(
         self, state: mx.array, token: mx.array, memory: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
-        """Return the bias of the logits, [1, columns], and the next memory.
+        """Return the bias of the logits, [1, columns], and the next draft's memory.
 
-        Args:
-            state: the block's state, [1, dim].
-            token: the previous token, [1].
-            memory: the memory returned for the previous draft; None: this is the first
-                draft.
+        `state` is the block's state, [1, dim], and `token` the previous token, [1]. The
+        first draft has no memory.
         """
         before: mx.array = self.markov_w1(token)
         if "gate_proj" in self:

@@ -1,8 +1,6 @@
 """Loading a DSpark drafter from a folder or a GGUF file into a module.
 
-The tensors show the drafter's own embedding and output layer, and the kind of the
-Markov head. A probe decides what config.json leaves open, see `models.dflash`. A
-confidence head is not loaded: reading it in each round costs about as much time as
+A confidence head is not loaded: reading it in each round costs about as much time as
 shortening the drafts by it saves.
 """
 

@@ -2,8 +2,8 @@
 
 Five dialects are read: SGLang's and SpecForge's, vLLM's, the authors', DeepSpec's, and
 speculators', which has the sizes of the layers in a nested part. A number in their
-lists of layers has one of two meanings, "layers" or "tuple": the index of a layer, or
-an index into the tuple of hidden states. See `checkpoints.layer_readings`.
+lists of layers means "layers" (the index of a layer) or "tuple" (an index into the
+tuple of hidden states); see `checkpoints.layer_readings`.
 
 A head with `use_aux_hidden_state` false reads only the target's last state: the output
 of the last layer ("layers"), or that of the final norm, which ends the tuple ("tuple").
@@ -47,8 +47,8 @@ _MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
 class Masks:
     """The mask of a P-EAGLE head, which stands for tokens that are not drafted yet."""
 
-    token: int  # the token id of the mask
-    depth: int | None = None  # the largest number of drafts in a round; None: any
+    token: int
+    depth: int | None = None  # most drafts in a round; None: any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,7 @@ class EagleSettings:
 
     layer: llama.ModelArgs  # mlx-lm's arguments of the first decoder layer
     target_dim: int  # the hidden size of the target
-    # The size of the draft vocabulary; None: config.json does not say
-    draft_vocab: int | None
+    draft_vocab: int | None  # size of the draft vocabulary; None: not stated
     norm_before_residual: bool  # whether the residual is the state after its norm
     norm_before_fc: bool  # whether config.json says that a norm comes before `fc`
     norm_output: bool  # whether the next step reads the state after the norm
@@ -67,12 +66,9 @@ class EagleSettings:
     logit_scale: float = 1.0
     tied: bool = False  # whether its embedding is its output layer too
     projected: bool = True  # whether the target's states go through `fc`
-    # The kind of the norms of queries and keys; None: no norms
-    query_norms: QueryNorms | None = None
-    # mlx-lm's arguments of Gemma 4's layer; None: the layer is Llama's or Qwen 3's
-    gemma: gemma4_text.ModelArgs | None = None
-    # The sizes of latent attention (MLA), as in mlx-lm's Youtu-LLM; None: the head has
-    # no MLA
+    query_norms: QueryNorms | None = None  # norms of queries and keys; None: no norms
+    gemma: gemma4_text.ModelArgs | None = None  # None: the layer is not Gemma 4's
+    # Sizes of latent attention (MLA), as in mlx-lm's Youtu-LLM; None: no MLA
     latents: dict[str, Any] | None = None
     mask: Masks | None = None  # for a P-EAGLE head
 
@@ -85,7 +81,7 @@ class EagleSettings:
 def is_peagle(config: Config) -> bool:
     """Return whether a config.json states that its head is a P-EAGLE head.
 
-    Some files do not state this: such heads are recognized by their tensors.
+    Other P-EAGLE heads are recognized by their tensors.
     """
     return (
         config.get("speculators_model_type") == "peagle"

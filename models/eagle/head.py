@@ -7,10 +7,9 @@ Position i of its cache pairs the outputs of target layers at i with token i + 1
     x = x + mlp(norm(x))
     logits = lm_head(norm(x))                  of the draft vocabulary; x is recycled
 
-Recycled: the next step reads x as its g. The target's outputs go through `fc` as soon
-as their positions are committed, so they have the shape of recycled states. `Eagle` has
-the interface and the positions of `Mtp` (see `mtp.rounds`): one forward writes
-committed positions and makes the first drafted token.
+The next step reads the recycled x as its g. The target's outputs go through `fc` as
+soon as their positions are committed, so they have the shape of recycled states. One
+forward writes committed positions and makes the first drafted token.
 """
 
 from collections.abc import Sequence
@@ -42,9 +41,9 @@ class EagleHead(JoinedHead):
 
     def __init__(
         self,
-        settings: EagleSettings,  # the settings of config.json
+        settings: EagleSettings,
         features: int,  # how many layers of the target the head reads
-        ends: OwnEnds,  # the embedding and output layer of its own
+        ends: OwnEnds,
         # The norms before `fc`: "each": one for each layer; "joined": one over all
         norms: frozenset[str] = frozenset(),
     ) -> None:
@@ -79,9 +78,8 @@ class EagleHead(JoinedHead):
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
         """Return the head's input states [batch, positions, dim].
 
-        Args:
-            outputs: the outputs of the target's layers that the head reads, in order,
-                each [batch, positions, target_dim].
+        `outputs` are those of the target's layers that the head reads, in order, each
+        [batch, positions, target_dim].
         """
         parts = [each.astype(self.dtype) for each in outputs]
         if "fc_norm" in self:
@@ -118,11 +116,7 @@ class Eagle(HeadOnTarget):
     """A head on its target.
 
     The input state at i is row i of `states`, or the recycled state of position i - 1.
-
-    Args:
-        head: the head.
-        target: embeds tokens and makes logits, if the head has no layer of its own.
-        layers: the layers of the target whose outputs the head reads.
+    `layers` are the layers of the target whose outputs the head reads.
     """
 
     def __init__(self, head: EagleHead, target: Ends, layers: Sequence[int]) -> None:

@@ -3,10 +3,9 @@
     x = g + attention([norm(E[t]) | norm(g)])
     x = x + mlp(norm(x))
 
-Later layers are plain. Layers of Qwen 3 have norms of the queries and keys of each
-head; others, such as those of OLMo 2, have one norm over all heads together. Latent
-attention (DeepSeek's MLA) is Youtu-LLM's, whose cache holds whole keys and values.
-Layers of Gemma 4 also have norms after attention and after the MLP, and a scale.
+Later layers are plain. Qwen 3's layers have norms of the queries and keys of each head.
+Others, such as OLMo 2's, have one norm over all heads together. Latent attention
+(DeepSeek's MLA) is Youtu-LLM's, whose cache holds whole keys and values.
 """
 
 from dataclasses import replace

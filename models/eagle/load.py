@@ -61,6 +61,8 @@ def load_eagle_head(
 ) -> Loaded:
     """Load the EAGLE-3 or P-EAGLE head in a folder of its own.
 
+    On a Linux CPU the head is float32, dequantized where it was quantized.
+
     Args:
         folder: the head's folder, with config.json and safetensors.
         model: its target.
@@ -69,9 +71,6 @@ def load_eagle_head(
             `checkpoints.layer_readings`; None: in the usual way for its key.
         starts: token ids of a few texts, with which the layers are probed unless
             `layer_ids` decides; None: no probe, the usual layers are read.
-
-    Returns:
-        The head; on a Linux CPU in float32, dequantized where it was quantized.
 
     Raises:
         ModelFolderError: the head is of another kind or target, or not complete.
@@ -185,7 +184,6 @@ def _renamed(weights: Weights) -> Weights:
 
 
 def _file_name(name: str) -> str:
-    """Return the name that a parameter usually has in files."""
     if not name.startswith("later."):
         return name
     _, layer, rest = name.split(".", 2)

@@ -1,15 +1,14 @@
 """P-EAGLE: an EAGLE-3 head that drafts all tokens in one forward (arXiv 2602.01469).
 
-The first token is drafted at the position of the newest pair of states and token (see
-`head`). For each further token a masked position follows. It has a mask as its token
-and, in place of the target's hidden states, a trained state, which passes through the
-same `fc`:
+The newest pair of states and token gives the first drafted token (see `head`). For each
+further token a masked position follows. It has a mask as its token and, in place of the
+target's hidden states, a trained state, which passes through the same `fc`:
 
     positions m .. n-1    pairs committed since the last draft; the last one gives d_1
     positions n, n+1      (fc(mask_hidden), mask) give d_2 and d_3
 
 Attention is causal, so a drafted token does not depend on the number of tokens after
-it. Nor does it depend on the drafted tokens before it: none of them is an input.
+it. No drafted token is an input of another.
 """
 
 from collections.abc import Sequence
@@ -24,14 +23,7 @@ from mlx_speculation.models.eagle.head import Eagle, EagleHead
 
 
 class PEagleHead(EagleHead):
-    """The network of a P-EAGLE head; see `EagleHead`.
-
-    Args:
-        settings: the settings of config.json, with a mask.
-        features: how many layers of the target the head reads.
-        ends: the embedding and output layers that the head has of its own.
-        norms: the norms before `fc`.
-    """
+    """The network of a P-EAGLE head; its settings have a mask."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Probe of the layers that an EAGLE-3 head was trained to read.
 
-The head's tensors fit any layers, so the target writes a short text, and the head
-guesses it from each list of layers that config.json may mean, see
-`checkpoints.layer_readings`.
+The target writes a short text, and the head guesses it from each list of layers that
+config.json may mean; see `checkpoints.layer_readings`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 
 def probe_layers(
     head: EagleHead,
-    model: nn.Module,  # its target; the probe does not change it
+    model: nn.Module,
     readings: LayerReadings,
     starts: Sequence[Sequence[int]],  # token ids of a few texts, at least two in each
 ) -> dict[Layers, Score]:
@@ -27,7 +26,7 @@ def probe_layers(
 
     Returns:
         The scores of the candidates, the chosen one first: the usual layers, unless
-        others are surely better.
+            others are surely better.
 
     Raises:
         ConventionError: the chosen candidate is not above chance.

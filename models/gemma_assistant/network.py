@@ -41,7 +41,7 @@ Read = Mapping[str, Shown]  # by kind of layer: sliding or full
 class AssistantOutput(NamedTuple):
     """Output of a step."""
 
-    state: mx.array  # the state for the next step, [batch, 1, target's dim]
+    state: mx.array  # for the next step, [batch, 1, target's dim]
     logits: mx.array  # for the next token, [batch, n]
     # The token id of each column, uint32 [batch, n]; None: all ids, in order
     ids: mx.array | None
@@ -89,13 +89,9 @@ class Assistant(nn.Module):
     ) -> AssistantOutput:
         """Run one draft step.
 
-        Args:
-            embedded: the newest token's embedding as the target's first layer gets it,
-                [batch, 1, target's dim].
-            state: [batch, 1, target's dim].
-            read: the keys and values for each kind of layer.
-            position: the queries' position in the target's text; an array has one
-                position for each text.
+        `embedded` is the newest token's embedding as the target's first layer gets it,
+        [batch, 1, target's dim], and `state` has the same shape. `position` is that of
+        the queries in the target's text. An array has one position for each text.
         """
         hidden = self.run(embedded, state, read, position)
         logits, ids = self.logits(hidden[:, 0])
@@ -124,8 +120,7 @@ class Assistant(nn.Module):
 def load_assistant(folder: str | Path) -> Assistant:
     """Load the assistant in a folder of its own.
 
-    Returns:
-        The assistant; on a Linux CPU in float32, dequantized where it was quantized.
+    On a Linux CPU it is float32, dequantized where it was quantized.
 
     Raises:
         ModelFolderError: the folder holds no assistant, or an incomplete one.

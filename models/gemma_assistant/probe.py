@@ -1,8 +1,7 @@
 """Probe of the position that an assistant's queries were trained at.
 
-The queries are rotated for one position of the target's text, and the keys for their
-own positions. So the choice of this position matters, and no tensor shows it. The
-target writes a short text, and the assistant guesses it with each choice:
+The queries are rotated for one position of the target's text. No tensor shows this
+position. The target writes a short text, and the assistant guesses it with each choice:
 
     "state"    the position of the target's state, the last one whose keys are seen
     "token"    the position of the newest token, one later
@@ -40,14 +39,11 @@ def probe_anchor(
 ) -> dict[Anchor, Score]:
     """Find the position of an assistant's queries.
 
-    Args:
-        assistant: the assistant.
-        model: its target; the probe does not change it.
-        starts: token ids of a few texts, at least two in each.
+    `starts` are token ids of a few texts, at least two in each.
 
     Returns:
         The score of each anchor, the chosen one first: the usual anchor, unless the
-        other is surely better.
+            other is surely better.
 
     Raises:
         ConventionError: the chosen anchor is not above chance.

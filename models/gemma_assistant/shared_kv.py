@@ -1,8 +1,8 @@
 """The keys and values of a target that an assistant reads.
 
-For each kind of layer, sliding or full, an assistant reads one cache of the target: the
-last cache of this kind. Later layers of the same kind have no cache, because they share
-keys and values with an earlier layer.
+For each kind of layer, sliding or full, an assistant reads the last cache of the target
+of this kind. Later layers have no cache: they share the keys and values of an earlier
+layer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ class SharedKv:
 
     Raises:
         UnsupportedModelError: the target lacks a kind of layer that the assistant
-            reads, or the target's keys and values do not fit the assistant's queries.
+            reads, or keys and values that fit the assistant's queries.
     """
 
     def __init__(self, model: nn.Module, assistant: Assistant) -> None:
@@ -45,7 +45,7 @@ class SharedKv:
             _check_shapes(layer.self_attn, cache, self.places[layer.layer_type])
 
     def check(self, caches: Sequence[Any]) -> None:
-        """Refuse caches that cannot be read; no cache is changed.
+        """Refuse caches that cannot be read.
 
         Raises:
             UnsupportedCacheError: a cache is of a kind that cannot be read.
@@ -56,11 +56,8 @@ class SharedKv:
     def read(self, caches: Any, left_out: int) -> "tuple[Read, int]":
         """Return keys and values for each kind of layer, and the position of their end.
 
-        The caller must drop these arrays before the target writes again.
-
-        Args:
-            caches: the target's caches, by layer.
-            left_out: how many of the last positions are not read.
+        The last `left_out` positions are not read. The caller must drop the arrays
+        before the target writes again.
         """
         offsets = {caches[place].offset for place in self.places.values()}
         stop = max(offsets) - left_out
@@ -76,13 +73,9 @@ class SharedKv:
     ) -> Read:
         """Return keys and values for each kind of layer, for texts of a batch.
 
-        The caller must drop these arrays before the target writes again.
-
-        Args:
-            caches: the target's caches of a batch, by layer.
-            places: the rows of the texts in the batch.
-            stops: how many positions of each text are read.
-            seen: how many positions of each text the target has been fed.
+        The caller must drop the arrays before the target writes again. For each text,
+        `places` has its row in the batch, `stops` how many positions are read, and
+        `seen` how many positions the target has been fed.
         """
         result = {}
         for kind, layer in self.places.items():

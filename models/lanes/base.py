@@ -8,10 +8,8 @@
     lane.leave(stay)
     lane.extract(place)
 
-`single` holds one request in the model's own caches; `batch` holds many in batch
-caches. A lane of one request becomes a batch when others join, and stays a batch until
-it is empty. Requests have places, 0 to n - 1, in the order in which they joined. A lane
-does not know their texts or samplers.
+A lane of one request becomes a batch when others join, and stays a batch until it is
+empty. Requests have places, 0 to n - 1, in the order in which they joined.
 """
 
 from collections.abc import Sequence
@@ -29,9 +27,6 @@ class RequestRound(Protocol):
     """Forwards over all requests of a lane; each request then keeps a prefix.
 
     Use it as a context manager: leaving it without a commit rolls back.
-
-    Attributes:
-        speculation: the transaction on the caches.
     """
 
     speculation: Speculation
@@ -52,19 +47,17 @@ class RequestRound(Protocol):
         return self._hidden
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """Feed tokens [requests, n]; return logits [requests, n, vocab].
+        """Feed tokens [requests, n]; return logits [requests, n, vocab], not evaluated.
 
-        Nothing is evaluated. The caller pads the rows of shorter requests on the right,
-        with any token ids, and keeps none of the padding.
+        The caller pads the rows of shorter requests on the right, with any token ids,
+        and keeps none of the padding.
         """
         ...
 
     def prepare(self, keep: Keep) -> None:
         """Do every step of `commit(keep)` that can fail, without changing a cache.
 
-        Args:
-            keep: how many fed tokens to keep: a number for each request, or one for
-                all.
+        `keep` is the number of fed tokens to keep, for each request or for all.
         """
         ...
 
@@ -92,8 +85,7 @@ class RequestLane(Protocol):
             lane's request.
         requests: the number of requests.
         holder: the batch that holds the lane's request; None: the lane itself holds it.
-        part: the number of layers that a round submits at once; 0: all of them. See
-            `models.lanes.submit_layers`.
+        part: the number of layers that a round submits at once; 0: all of them.
     """
 
     model: nn.Module

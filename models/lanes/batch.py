@@ -6,9 +6,9 @@
         round.commit([3, 1])       row 0 keeps 3 of them, row 1 keeps 1
     lane.leave([1])                only row 1 stays
 
-The caches are mlx-lm's own batch caches. Shorter rows have padding on their left; a
+The caches are mlx-lm's own batch caches. Shorter rows have padding on their left. A
 request's row of a rotating cache or of a recurrent state is the same as if the request
-ran alone. A batch does not know texts or samplers.
+ran alone.
 
 If each new number of rows costs much (`models/shape_buckets.py`), the number of rows in
 a round of several positions is rounded up to one of a few sizes. Spare places then hold
@@ -20,11 +20,10 @@ the first row, and keep as many positions as that row. Their logits are not read
     f and h leave                          fed   a b d e g a         [6, 3]
     i joins                                fed   a b d e g i         [6, 3]
 
-Caches treat a spare place like any other row. The row of a request that has left stays
-until a request joins, the number of fed rows changes, or this row needs a larger buffer
-than all live rows: a copy of all caches whenever a request leaves would take as long as
-a round. Spare places take memory and computing time, less than half of what live rows
-take.
+The row of a request that has left stays until a request joins, the number of fed rows
+changes, or this row needs a larger buffer than all live rows. Without this, all caches
+would be copied whenever a request leaves, which takes as long as a round. Spare places
+take less than half of the memory and computing time of live rows.
 """
 
 from collections.abc import Sequence
@@ -58,9 +57,8 @@ NOTHING = nullcontext()
 class BatchLane(RequestLane):
     """One model with the caches of many requests.
 
-    Args:
-        model: an mlx-lm model that `models.exclusions` allows in batches.
-        sizes: the row counts to which rounds of several positions are padded.
+    `model` has to be allowed in batches by `models.exclusions`. `sizes` has the row
+    counts to which rounds of several positions are padded.
 
     Attributes:
         places: the number of rows of the caches, spare ones included.
@@ -135,8 +133,8 @@ class BatchLane(RequestLane):
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round, see `RequestLane`.
 
-        A round of one position has as many rows as the last round, since cuDNN makes no
-        plan for it.
+        A round of one position has as many rows as the last round: cuDNN makes no plan
+        for it.
         """
         self._wide = count > 1
         size = self.size if self._wide else None
@@ -154,8 +152,8 @@ class BatchLane(RequestLane):
     def padding(self, count: int) -> int:
         """Return the number of padding positions of a forward over `count` positions.
 
-        If new shapes cost much, the number of positions after the first is rounded up
-        to a `row_size`.
+        If new shapes cost much, the positions after the first are rounded up to a
+        `row_size`.
         """
         drafted = count - 1
         return row_size(drafted) - drafted if self._in_sizes and drafted else 0
@@ -180,11 +178,9 @@ class BatchLane(RequestLane):
         return logits[mx.array(self.stand)]
 
     def _arrange(self, live: Sequence[int], places: int) -> None:
-        """Move the live rows to the front, and fill spare places with the first row.
+        """Arrange rows: those at the places `live`, then copies of the first one.
 
-        Args:
-            live: the present places of the live rows.
-            places: the new number of places.
+        `places` is the new number of rows.
         """
         order = [*live, *[live[0]] * (places - len(live))]
         if order != list(range(self.places)):

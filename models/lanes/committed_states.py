@@ -6,8 +6,7 @@
     committed.between(3, 7)               # states of the known tokens 3 to 6
 
 Every commit of the lane adds the states of the kept positions, and a rollback of that
-commit removes them. A drafter drops the states that it has read. The states are the
-array that `select` returns.
+commit removes them. A drafter drops the states that it has read.
 """
 
 import weakref
@@ -27,13 +26,7 @@ MOST_UNREAD = 4096
 class CommittedStates:
     """States of positions [start, stop), counted in the lane's known tokens.
 
-    Args:
-        taps: the taps that collect the states.
-        select: selects or joins states [1, positions, dim].
-
-    Attributes:
-        taps: as passed.
-        select: as passed.
+    `select` selects or joins states [1, positions, dim] of those that `taps` collects.
     """
 
     def __init__(
@@ -49,8 +42,8 @@ class CommittedStates:
     def add(self, first: int, states: mx.array, keep: int) -> None:
         """Add the first `keep` selected states of a round that began at `first`.
 
-        All earlier states are dropped if there is a gap of positions before `first`, or
-        if more than `MOST_UNREAD` are held.
+        All earlier states are dropped if `first` is not `stop`, or if more than
+        `MOST_UNREAD` are held.
         """
         if first != self.stop or self.stop - self.start > MOST_UNREAD:
             self._parts, self.start = [], first
@@ -100,10 +93,10 @@ class CommittedStates:
             self._parts, self.start = [self.between(start, self.stop)], start
 
     def after_chunk(self, method: Callback) -> None:
-        """Set a bound method that is called after each chunk of a prompt.
+        """Set a bound method, held weakly, that is called after each chunk of a prompt.
 
         The method should read and drop states, since the states of a long prompt are
-        large. Only a weak reference to the method is kept.
+        large.
         """
         self._after_chunk = weakref.WeakMethod(method)  # no cycle around the caches
 
@@ -112,7 +105,7 @@ class CommittedStates:
         self._through = weakref.WeakMethod(caller)
 
     def chunk_done(self) -> None:
-        """Call the method of `after_chunk` after the commit of a chunk of a prompt."""
+        """Call `after_chunk`'s method, by way of `call_through`'s if there is one."""
         method = None if self._after_chunk is None else self._after_chunk()
         through = None if self._through is None else self._through()
         if method is not None and through is not None:

@@ -9,10 +9,9 @@ Row i has the position offset + depths[i] and sees the committed rows, its ances
 itself. The caches' views make the masks (`caches.types.tree_view`). Hooks on the
 layers' rotary embeddings apply the positions: they put the rows on the batch axis,
 where mlx's function takes an offset for each row (TensorFold and mlxcel do the same).
-Without the hooks, rows of a second branch would get positions after the first branch.
 
-A model may use positions in other ways too. So `check_tree_model` feeds every model a
-tree and its paths, and refuses a model whose rows differ.
+A model may use positions in other ways too. So `check_tree_model` feeds a model a tree
+and its paths, and refuses the model if rows differ.
 """
 
 import functools
@@ -47,20 +46,17 @@ _ROPES = (
 )
 _RANK = 2  # above the ranks of hooks for one device, which this hook wraps
 
-# Models that scale attention by position from some thousand positions on. The short
-# probe of `check_tree_model` does not reach these positions.
+# Models that scale attention by position, but only beyond the positions of the check.
 _SCALED = frozenset(
     f"mlx_lm.models.{name}" for name in ("llama4", "ministral3", "mistral4")
 )
 
-# The probe: the number of known tokens, and a bushy tree. The indexes of its last rows
-# are much larger than their depths.
+# The check's number of known tokens, and its tree: the last rows have small depths.
 _PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
 # The bound on differences of rows, in standard deviations of their logits: `_TIMES`
 # times the difference between one chain fed in two ways, but at least `_LEAST_HALF` in
 # half precision and `_LEAST` in float32, and at most `_MOST`. A row at a wrong position
-# differs by 3. In bfloat16 on an H100, a model of 30 layers whose texts are correct
-# differs by 0.24.
+# differs by 3. A correct model of 30 layers in bfloat16 on an H100 differs by 0.24.
 _TIMES, _LEAST_HALF, _LEAST, _MOST = 16, 0.5, 2e-3, 0.5
 
 
@@ -86,14 +82,14 @@ _tree: ContextVar[_Fed | None] = ContextVar("tree", default=None)
 def tree_rows(parents: mx.array, levels: int, lead: int = 1) -> TreeRows:
     """Return the rows that each row of a tree sees, and the depths of the rows.
 
+    Before the nodes, `lead` tokens (at least 1) are fed as a chain, so there are lead +
+    nodes rows. The first has depth 0.
+
     Args:
         parents: int32 [nodes], the parent of each node, smaller than the node; -1: the
-            last of the tokens before the nodes.
+            last token of the chain.
         levels: the largest depth of a node, counted from 1.
-        lead: how many tokens are fed before the nodes, as a chain; at least 1.
-
-    Returns:
-        lead + nodes rows; the first has depth 0.
+        lead: the length of the chain.
     """
     chain = mx.arange(-1, lead - 1, dtype=mx.int32)
     above = mx.concatenate([chain, parents.astype(mx.int32) + lead])
@@ -148,8 +144,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 class TreeForward:
     """The forward of a lane's model; inside `tree_forward` the ids are a tree's rows.
 
-    Args:
-        model: a model with hooks that `check_tree_model` has accepted.
+    The model needs `TreeHooks`, and has to pass `check_tree_model`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -175,12 +170,9 @@ def tree_forward(rows: TreeRows) -> Iterator[None]:
 
 
 def keep_path(lane_round: LaneRound, rows: Sequence[int], *, shown: bool) -> None:
-    """Move these rows of a round to its front; see `Speculation.move`.
+    """Move these rows of a round, which has fed a tree, to its front.
 
-    Args:
-        lane_round: a round that has fed a tree, in one forward.
-        rows: the indexes of the rows to keep, from 0.
-        shown: whether the round has hidden states, whose rows are then moved too.
+    With `shown`, the rows of the round's hidden states are moved too.
     """
     lane_round.speculation.move(rows)
     if shown and [*rows] != [*range(len(rows))]:
@@ -197,12 +189,9 @@ class TreeHooks(Hooked):
 def check_tree_model(model: nn.Module, highest: int) -> None:
     """Refuse a model whose logits on a tree differ from those on the tree's paths.
 
-    The model is fed 9 tokens and then a tree of 12 nodes. For each path of the tree it
-    is fed, with new caches, the same 9 tokens and then the path as a chain.
-
-    Args:
-        model: the model, with `TreeHooks` on it.
-        highest: the largest token id.
+    The model, with `TreeHooks` on it, is fed 9 tokens and then a tree of 12 nodes. For
+    each path of the tree it is fed, with new caches, the same 9 tokens and then the
+    path as a chain. `highest` is the largest token id.
 
     Raises:
         UnsupportedCacheError: the model's caches cannot hold trees.

@@ -2,9 +2,9 @@
 
 In exact mode every forward has the same number of rows, and reads keys in views whose
 size depends on the position alone (`caches/types/fixed_view.py`). A row's bits then
-follow from the tokens up to it, if the model asks its caches for masks, applies these
-masks to everything that `update_and_fetch` returns, and computes nothing else that
-depends on how many of the rows are padding. Only a trial shows whether a model does so:
+depend only on the tokens up to it, if the model asks its caches for masks, applies them
+to everything that `update_and_fetch` returns, and computes nothing else that depends on
+the number of padding rows. Only a trial shows this:
 tests/models/lanes/test_fixed_shape.py.
 """
 

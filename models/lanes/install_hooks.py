@@ -14,7 +14,6 @@ from mlx_speculation.models.recurrent.recorder import mixer_hooks
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield each module to hook, with its hook."""
     yield from position_hooks(model)
     yield from mixer_hooks(model)
     yield from absorbing_hooks(model)
@@ -27,8 +26,8 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 class ModelHooks(Hooked):
     """The hooks on one model, for the life of their owner.
 
-    Several owners may hook one model. When the last one removes its hooks, the modules
-    get their own classes back.
+    Several owners may hook one model. The last one to remove its hooks gives the
+    modules their own classes back.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,4 @@
-"""Chunks of prompts: their usual length, and the prompt tokens read between rounds.
-
-Ctrl-C and other requests get their turn between two chunks.
-"""
+"""Chunks of prompts: their usual length, and the prompt tokens read between rounds."""
 
 import mlx.core as mx
 

@@ -19,13 +19,9 @@ def checked_quantization(
 ) -> KVQuantization | None:
     """Return the quantization of a request's caches; None: they are not quantized.
 
-    The check builds forwards over new caches, but does not evaluate them.
-
-    Args:
-        model: the target.
-        quantization: the requested quantization.
-        caches: the target's caches; None: the model makes them.
-        reach: the largest number of positions, of prompt and text together.
+    The check builds forwards over new caches, but does not evaluate them. Without
+    `caches` the model makes them. `reach` is the largest number of positions, of prompt
+    and text together.
 
     Raises:
         InvalidRequestError: a cache holds a window, which mlx-lm cannot quantize; mlx

@@ -35,9 +35,7 @@ def plans_by_keys(caches: Sequence[Any]) -> bool:
 def shape_of_round(context: int, rows: int, *, by_keys: bool) -> tuple[int, int]:
     """Return the numbers of rows and keys that a round is compiled or planned for.
 
-    Args:
-        context: the number of tokens in the caches before the round.
-        rows: the number of positions that are fed.
-        by_keys: see `plans_by_keys`; False: the number of keys is returned as 0.
+    `context` is the number of tokens in the caches before the round, and `rows` the
+    number of positions that are fed. The number of keys is 0 without `by_keys`.
     """
     return row_size(rows), whole_steps(context + rows) if by_keys else 0

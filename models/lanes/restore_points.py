@@ -1,9 +1,9 @@
 """Restore points: snapshots of the recurrent states of a lane, for later requests.
 
-A recurrent layer can be resumed only at a position where its state was saved. So while
-a prompt is fed, and between rounds, the states are saved at least once in every
-`cache.every` tokens. In a prompt this happens at multiples of this number, so that
-other prompts share the points, and at places where later prompts are likely to differ.
+A recurrent layer can be resumed only at a position where its state was saved. So the
+states are saved at least once in every `cache.every` tokens. In a prompt this happens
+at multiples of this number, so that other prompts share the points, and at places where
+later prompts are likely to differ.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,11 +17,8 @@ from mlx_speculation.caches import Point, PrefixCache, snapshot
 class RestorePoints:
     """Restore points of one lane.
 
-    Args:
-        cache: keeps the points, which count towards its budget and are at most
-            `cache.every` tokens apart.
-        places: further positions at which to save, in tokens from the prompt's
-            beginning.
+    The points count towards the budget of `cache`. `places` are further positions at
+    which to save, in tokens from the prompt's beginning.
 
     Attributes:
         hidden: returns the last hidden states if a head needs them to resume, else
@@ -42,7 +39,7 @@ class RestorePoints:
         return min(step, self._every - seen % self._every, next(later, step))
 
     def take(self, caches: Sequence[Any], seen: int) -> None:
-        """Save the states after `seen` tokens, which have to be committed."""
+        """Save the states after `seen` committed tokens."""
         point = snapshot(caches, seen, seen)
         self._cache.take(self.running, Point(seen, point, self.hidden()))
         self._last = seen
@@ -50,8 +47,8 @@ class RestorePoints:
     def due(self, seen: int, reach: int) -> bool:
         """Return whether a point has to be taken before a round of `reach` tokens.
 
-        Without it, the last point might be more than `cache.every` tokens away after
-        the round.
+        Otherwise the last point might be more than `cache.every` tokens away after the
+        round.
         """
         return seen + reach - self._last > self._every and seen > self._last
 

@@ -1,7 +1,7 @@
 """The lane of one request: a model, its caches, and how many tokens they hold.
 
-The target has a lane, and so has a draft model. Each lane is fed `tokens[seen:]`, so
-lanes need not hold equally many tokens. A lane does not know texts or samplers.
+A lane is fed `tokens[seen:]`, so the lanes of a target and of its draft model need not
+hold equally many tokens.
 """
 
 import sys
@@ -65,10 +65,10 @@ class Lane(RequestLane):
         caches: mlx-lm caches of this model; None: new ones.
         seen: how many tokens of the sequence the caches hold.
         sliding: "slack" replaces new `RotatingKVCache`s by `SlidingKVCache`s; "native"
-            keeps them. Passed caches stay as they are.
-        shape: the shape of every forward in exact mode, where a row's bits depend only
-            on the tokens before it; see `caches.types.fixed_view`. Requires
-            `check_fixed_shape` and `ModelHooks` for the model. None: not exact.
+            keeps them. Passed caches are not replaced.
+        shape: the shape of every forward in exact mode (`caches.types.fixed_view`).
+            Requires `check_fixed_shape` and `ModelHooks` for the model. None: not
+            exact.
 
     Attributes:
         prefill_step: how many tokens of a prompt are fed at once.
@@ -78,8 +78,8 @@ class Lane(RequestLane):
             kept.
         quantization: decides when the caches are replaced by quantized ones.
         compiled: a draft model's compiled forward, for the rounds that it supports.
-        positions: the number of positions that the model has embeddings for; see
-            `introspect.position_table`. A forward past them is refused.
+        positions: the number of positions that the model has embeddings for. A forward
+            past them is refused.
         is_draft: whether this is a drafter's lane. Its prompts use a round's operations
             (`models.round_context`): faster than mlx's, and different by rounding.
         run: the callable for a forward: the model, or a request's `ImageForward`.
@@ -201,10 +201,8 @@ class Lane(RequestLane):
         """Feed committed tokens in chunks of at most `step`, each kept whole.
 
         With `points`, chunks also end where a restore point is due. In exact mode a
-        chunk has at most `room` tokens.
-        An error leaves the caches at the end of the last finished chunk. If the rest is
-        fed later, after an error or a chunk that did not fit, chunks end at the same
-        places.
+        chunk has at most `room` tokens. An error leaves the caches at the end of the
+        last finished chunk. If the rest is fed later, chunks end at the same places.
 
         Args:
             tokens: the tokens.
@@ -255,7 +253,6 @@ class LaneRound(RequestRound):
 
     Attributes:
         start: how many positions the caches held at the beginning; None: unknown.
-        speculation: the transaction on the caches.
         replaced: the index and the old cache of each cache that the commit quantized.
     """
 
@@ -287,10 +284,7 @@ class LaneRound(RequestRound):
         self.replaced: Replaced = []
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """Feed tokens [n] or [1, n]; return logits [n, vocab] or [1, n, vocab].
-
-        With `taps` or a follower on the lane, hidden states are added to `hidden`.
-        """
+        """Feed tokens [n] or [1, n]; return logits [n, vocab] or [1, n, vocab]."""
         lane, n, batched = self._lane, tokens.shape[-1], tokens.ndim == 2
         tokens = tokens[0] if batched else tokens
         self._width += n
@@ -324,7 +318,7 @@ class LaneRound(RequestRound):
         return logits[0, :count]
 
     def prepare(self, keep: Keep) -> None:
-        """Do every step of `commit(keep)` that can fail; see `Speculation.prepare`."""
+        """Do every step of `commit(keep)` that can fail."""
         keep = keep if isinstance(keep, int) else keep[0]
         if self._whole or self.speculation.only_kv:  # nothing is run again
             self.speculation.prepare(keep)
@@ -341,7 +335,7 @@ class LaneRound(RequestRound):
         self._prepared = keep
 
     def commit(self, keep: Keep) -> None:
-        """Keep the first `keep` tokens fed; see `Speculation.commit`."""
+        """Keep the first `keep` tokens fed."""
         keep = keep if isinstance(keep, int) else keep[0]
         if self._prepared != keep and not self._whole:  # else `Speculation` prepares
             self.prepare(keep)

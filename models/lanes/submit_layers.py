@@ -1,16 +1,15 @@
 """Forwards that are submitted in parts, while the rest of each graph is built.
 
-A round cannot be built before the results of the last round were read. So a GPU that
-gets a round's forward as a whole idles while all of its graph is built. If the forward
-is submitted after every few layers, the first layers run meanwhile. Each submission
-costs time, so `SpeculativeGenerator.calibrate` finds the best number of layers by
-measurement.
+A round cannot be built before the results of the last round were read, so a GPU idles
+while the graph of the forward is built. If the forward is submitted after every few
+layers, the first layers run meanwhile. Each submission costs time, so
+`SpeculativeGenerator.calibrate` finds the best number of layers by measurement.
 
 On a CPU mlx computes on a thread of its own, and `mx.async_eval` blocks once about a
 hundred operations wait. So there a plain step is submitted layer by layer. Rounds
 gained nothing from this with two cores (docs/log/rounds.md).
 
-Operations, their order and their results are the same for any number of layers.
+Results are the same for any number of layers.
 """
 
 import functools
@@ -33,8 +32,8 @@ def usual_part() -> int:
 
     With CUDA it is all of them (0): by smaller parts, small and quantized models lose
     as much as large models gain (docs/log/cuda_kernels.md). On Metal it is 8 layers:
-    other projects report a gain of 8 ms from parts of a few layers, without saying how
-    many, and each command buffer costs time.
+    other projects report a gain of 8 ms from parts of a few layers, and each command
+    buffer costs time.
     """
     return 0 if on_cpu() or cuda_serves() else 8
 

@@ -1,7 +1,6 @@
 """The decoder blocks of MTP heads, made of mlx-lm's layer classes.
 
-Each function makes the blocks of one layer of a head from the target's `ModelArgs`. It
-changes the arguments in which the head's blocks differ from the target's layers.
+Each function makes the blocks of one layer of a head from the target's `ModelArgs`.
 """
 
 import importlib
@@ -21,9 +20,9 @@ Config = dict[str, Any]
 class Block:
     """A decoder block, with its kind of cache and of mask."""
 
-    module: nn.Module  # called with x [batch, positions, dim], mask and cache
-    new_cache: Callable[[], Any] | None = KVCache  # makes its cache; None: it has none
-    window: int | None = None  # the size of its sliding window, if it has one
+    module: nn.Module
+    new_cache: Callable[[], Any] | None = KVCache  # None: it has no cache
+    window: int | None = None  # the size of its sliding window
     mask_array: bool = False  # whether its mask has to be an array
 
     def __call__(self, x: mx.array, cache: Any) -> mx.array:
@@ -55,14 +54,10 @@ def _module_of(args: Any) -> Any:
 
 
 def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
-    """Return a function that makes one block from a class in the target's module.
+    """Return a maker of one block; `layer` names a class in the target's module.
 
-    The layer index of the block continues the numbering of the target's layers.
-
-    Args:
-        layer: the name of the class.
-        mask_array: see `Block`.
-        changes: the target's arguments to change, with their new values.
+    `changes` are changes of the target's arguments. The block's layer index continues
+    the numbers of the target's layers.
     """
 
     def build(args: Any, config: Config, k: int) -> list[Block]:
@@ -119,10 +114,7 @@ def _sliding(module: nn.Module, window: int) -> Block:
 
 
 class LongcatMtpBlock(nn.Module):
-    """The block of LongCat's MTP heads: half of a target's layer, with a dense MLP.
-
-    mlx-lm has classes for the parts of this block, and none for the block.
-    """
+    """The block of LongCat's MTP heads: half of a target's layer, with a dense MLP."""
 
     def __init__(self, args: Any) -> None:
         super().__init__()

@@ -1,8 +1,4 @@
-"""The caches of a head, for one text and for the texts of a batch.
-
-Caches hold positions of committed text and, in a round, the drafted tokens after these;
-see `rounds`.
-"""
+"""The caches of a head, for one text and for the texts of a batch."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -37,12 +33,8 @@ T = TypeVar("T")
 class HeadCache(HeadRows):
     """The caches of a head for one text, from position `first` on.
 
-    Args:
-        mtp: the head on its target.
-        layers: new caches for each of the head's layers; no caches if the head reads
-            the target's caches.
-        first: the first position that the caches will hold.
-        key_steps: see `Speculation`.
+    `layers` are new caches for each layer; a head that reads the target's caches has
+    none. For `key_steps` see `Speculation`.
 
     Attributes:
         mtp: the head on its target.
@@ -68,7 +60,7 @@ class HeadCache(HeadRows):
 
     @property
     def state(self) -> HeadState:
-        """The ends of the layers, and the waiting states; see `HeadState`."""
+        """The ends of the layers, and the waiting states."""
         return HeadState(tuple(ends[0] for ends in self.ends), tuple(self.waiting))
 
     @property
@@ -103,10 +95,8 @@ class HeadCache(HeadRows):
     def feed(self, hidden: mx.array, stop: int, text: list[int]) -> None:
         """Write positions of committed text and keep them; on an error keep none.
 
-        Args:
-            hidden: the input states at positions [end, stop), [1, stop - end, dim].
-            stop: the end of the positions, exclusive.
-            text: the known tokens.
+        `hidden` has the input states at positions [end, stop), [1, stop - end, dim].
+        `text` has the known tokens.
         """
         self._round = None
         HeadRound(self, self.mtp, whole=True).read(hidden, [text], [stop])
@@ -119,14 +109,12 @@ class HeadCache(HeadRows):
         choose: ChooseNext,
         count: int,
     ) -> None:
-        """Open a round: write positions of committed text, and draft after them.
+        """Open a round: write positions of committed text, and draft `count` tokens.
 
-        Args:
-            hidden: the input states at positions [end, stop), at least one.
-            stop: the end of these positions, exclusive: the newest token's position.
-            text: the known tokens.
-            choose: gets logits [1, vocab] and returns the next drafted token, [1].
-            count: how many tokens to draft, at least 1, and at most the head's depth.
+        `hidden` has the input states at positions [end, stop), at least one. `stop` is
+        the newest token's position. `text` has the known tokens. `choose` gets logits
+        [1, vocab] and returns the next drafted token, [1]. `count` is at least 1, and
+        at most the head's depth.
         """
         self._round = HeadRound(self, self.mtp, key_steps=self._key_steps)
         self._round.draft(hidden, [text], [stop], count, choose)
@@ -144,7 +132,7 @@ class HeadCache(HeadRows):
 
 
 class MtpCache(HeadCache):
-    """The caches of a head that drafts token by token; see `HeadCache`."""
+    """The caches of a head that drafts token by token."""
 
     def __init__(self, mtp: HeadOnTarget, first: int = 0) -> None:
         layers = mtp.head.new_caches()
@@ -152,7 +140,7 @@ class MtpCache(HeadCache):
         super().__init__(mtp, layers, first, key_steps=True)
 
     def draft_tree(self, hidden: mx.array, stop: int, text: list[int]) -> "TreeRound":
-        """Open a round for a tree; not for a chained head. See `TreeRound`."""
+        """Open a round for a tree; not for a chained head."""
         self._round = HeadRound(self, self.mtp, key_steps=True)
         return TreeRound(self.mtp, *self._round.step(hidden, text, stop))
 
@@ -160,13 +148,9 @@ class MtpCache(HeadCache):
 class TreeRound:
     """Runs the nodes of a tree after the newest position, level by level.
 
-    All nodes of a level have the same position. They are written after earlier levels,
-    and attend to the committed positions, to their ancestors and to themselves.
-
-    Args:
-        mtp: the head on its target.
-        caches: the head's caches, in a round that has written committed positions.
-        out: the output of the newest position.
+    All nodes of a level have the same position. They attend to the committed positions,
+    to their ancestors and to themselves. `caches` are in a round that has written the
+    committed positions, and `out` is the output of the newest position.
 
     Attributes:
         logits: logits of the nodes that were run last, [nodes, vocab]; at first those
@@ -182,15 +166,7 @@ class TreeRound:
         self._level = self._columns = 0
 
     def run(self, tokens: mx.array, above: mx.array, seen: mx.array) -> None:
-        """Run the nodes of the next level.
-
-        Args:
-            tokens: uint32 [1, nodes].
-            above: int32 [nodes], the index of each node's parent in the previous level;
-                in the first level all 0.
-            seen: bool [nodes, columns], whether a node attends to a column; there is a
-                column for each node run so far, these nodes included.
-        """
+        """Run the nodes of the next level; for the arguments see `Level`."""
         depths = mx.zeros(tokens.shape[1], mx.int32)
         rows = TreeRows(seen, depths, self._level - self._columns)
         hidden = self._recycled[:, above]
@@ -201,11 +177,7 @@ class TreeRound:
 
 
 class BatchHeadCache(HeadRows):
-    """The caches of a head for several rows.
-
-    Attributes:
-        firsts: for each row, the first position that is held.
-    """
+    """The caches of a head for several rows; `firsts` has each row's first position."""
 
     def __init__(self) -> None:
         self.layers, self.ends, self.waiting = [], [], []

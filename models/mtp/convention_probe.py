@@ -2,13 +2,11 @@
 
 The target writes a short text. For each candidate convention, the head reads the
 target's states and tokens and guesses that text. All combinations of the unknown fields
-are tried; a field keeps its usual value unless another is significantly better. The
+are tried. A field keeps its usual value unless another is significantly better. The
 field `recycled` affects only the second drafted token, so it is decided last.
 
-Some converters leave a few norms in another form than the rest without saying so. A
-head that is read in the wrong form has a lower acceptance rate. So if the form is
-unknown and the head's agreement is not high, the probe also tries the other form for
-each subset of the norms that known converters leave in another form.
+Some converters leave a few norms in another form than the rest. So if the form is
+unknown and the head's agreement is not high, the probe also tries these mixed forms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,8 +31,7 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from mlx_speculation.models.mtp.transforms import with_ones
 
-# Positions in each row at which the second drafted token is scored; each position takes
-# forwards of its own.
+# Positions of each row at which the second drafted token is scored, one by one.
 SECOND_DRAFTS = 8
 # If the agreement is at least this, norms in mixed forms are not tried.
 HIGH_AGREEMENT = 0.9
@@ -58,11 +55,8 @@ MIXTURE_GAIN = 0.05  # nats
 class HeadProbe:
     """Scores of one head on a text; the head keeps the convention that was tried last.
 
-    Args:
-        head: the head, its weights quantized or dequantized as they will be used.
-        stored: the weights of the head's norms as they are stored.
-        ends: the embedding and output layer of the head's target.
-        text: the text that the target wrote.
+    `stored` has the weights of the head's norms as they are in the files. `ends` is the
+    embedding and output layer of the head's target.
     """
 
     def __init__(
@@ -112,7 +106,7 @@ class HeadProbe:
 
 
 def probe(
-    trial: HeadProbe,  # the head on a text
+    trial: HeadProbe,
     # The result, unless another is significantly better; its norms are not None
     usual: MtpConvention,
     free: Sequence[str],  # the fields that are not known

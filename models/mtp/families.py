@@ -1,4 +1,4 @@
-"""The table of all families of MTP heads; see `family`."""
+"""The table of all families of MTP heads."""
 
 from typing import Any
 

@@ -8,9 +8,7 @@ state at position i with the token at position i + 1, and guesses the token at i
     logits = output(final(y))
     recycled = final(y) or y              by the convention: hidden of the next step
 
-Families differ in the names of tensors, in the blocks, and in the `MtpConvention`,
-which no tensor shows. `families` lists them; `files` finds the tensors of a head,
-`transforms` brings the tensors into one form, and `head` runs the head.
+Families differ in the names of tensors, in the blocks, and in the `MtpConvention`.
 """
 
 import re
@@ -29,23 +27,21 @@ class MtpFamily:
     """One family of heads.
 
     Attributes:
-        name: the family's name in messages.
+        name: the name in messages.
         modules: the targets' modules under mlx_lm.models.
         rules: prefixes of tensor names in files, mapped to prefixes of names in
             `MtpHead`. Wrappers such as "language_model." are removed first, and the
             first match counts. {k} stands for any number. The value None marks copies
             of the target's tensors.
-        convention: the usual convention of its heads.
-        build: makes the blocks of layer k from the target's arguments, the text part
-            of config.json, and k.
+        convention: the usual convention.
         after_trunk: whether {k} in "layers.{k}." continues the numbers of the target's
             layers.
         plus_one: whether norms are stored as w and applied as 1 + w.
         layers: "one": a single layer, applied again for each further drafted token;
             "chained": layer k makes drafted token k, from the output of layer k - 1 at
             the same position; "first": several are stored, only the first is used.
-        depth: if one layer is applied again, the largest number of tokens that it may
-            draft in a round; None: any number.
+        depth: the most tokens that one layer, applied again, may draft in a round;
+            None: any number.
         split_rules: the rules for a head in a folder of its own, with mlx-vlm's names;
             None: `rules` apply, also to names without "mtp.".
     """
@@ -64,10 +60,7 @@ class MtpFamily:
     def place(self, name: str, trunk: int, *, split: bool = False) -> "Place | None":
         """Return where a tensor of a file belongs; None: it is not in the head.
 
-        Args:
-            name: the tensor's name in the file.
-            trunk: how many layers the target has.
-            split: whether to use `split_rules`.
+        `trunk` is the number of the target's layers. With `split`, `split_rules` apply.
         """
         core = without_wrappers(name)
         rules = self.split_rules if split and self.split_rules else self.rules

@@ -2,7 +2,7 @@
 
 A head is in the shards of its target, or in a file beside them. Most conversions drop
 the head although config.json still declares it, so only the files' contents count. The
-search reads only the headers of files; `HeadFiles.read` loads the tensors, lazily.
+search reads only the headers of files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ from mlx_speculation.models.safetensors_layout import (
     weight_files,
 )
 
-# Searched in this order; the first place that holds tensors of a head counts.
+# In the order of the search: the first place that holds tensors of a head counts.
 SIDECARS = (
     "mtp.safetensors",
     "mtp/weights.safetensors",
@@ -62,13 +62,13 @@ class HeadFiles:
         return 1 + max(int(name.split(".")[1]) for name in self.tensors)
 
     def read(self) -> dict[str, mx.array]:
-        """Return the tensors by their names in `MtpHead`."""
+        """Return the tensors by their names in `MtpHead`; they are loaded lazily."""
         files: dict[Path, dict[str, str]] = {}
         for name, stored in self.tensors.items():
             files.setdefault(stored.file, {})[name] = stored.name
         arrays: dict[str, mx.array] = {}
         for file, names in files.items():
-            tensors: Any = mx.load(str(file))  # lazy: an array is read when it is used
+            tensors: Any = mx.load(str(file))
             arrays |= {name: tensors[theirs] for name, theirs in names.items()}
         return arrays
 
@@ -76,13 +76,7 @@ class HeadFiles:
 def find_head(
     folder: Path, config: dict[str, Any], family: MtpFamily, trunk: int
 ) -> HeadFiles:
-    """Find the head of a target.
-
-    Args:
-        folder: the target's folder.
-        config: the content of its config.json.
-        family: the target's family.
-        trunk: how many layers the target has.
+    """Find the head of a target, which has `trunk` layers, in the target's folder.
 
     Raises:
         ModelFolderError: there is no head, or a file cannot be read.
@@ -98,18 +92,13 @@ def find_head(
 def is_split_head(config: dict[str, Any]) -> bool:
     """Return whether a folder with this config.json holds only a head.
 
-    mlx-vlm splits checkpoints into such folders, for example of type "qwen3_5_mtp".
+    mlx-vlm makes such folders, for example of type "qwen3_5_mtp".
     """
     return str(config.get("model_type", "")).endswith(SPLIT)
 
 
 def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
-    """Find a head in a folder of its own.
-
-    Args:
-        folder: the head's folder.
-        family: the target's family.
-        trunk: how many layers the target has.
+    """Find a head in a folder of its own; its target has `trunk` layers.
 
     Raises:
         ModelFolderError: there is no head of that family, or a file cannot be read.
@@ -142,10 +131,8 @@ def sidecar_names(folder: Path) -> set[str]:
 def is_leftover(module: str, name: str, trunk: int) -> bool:
     """Return whether a tensor in the shards belongs to a head, not to the target.
 
-    Args:
-        module: the target's module, such as "mlx_lm.models.deepseek_v3".
-        name: the stored name of the tensor.
-        trunk: how many layers the target has.
+    `module` is the target's module, such as "mlx_lm.models.deepseek_v3". `trunk` is the
+    number of the target's layers.
     """
     family, core = family_of(module), without_wrappers(name)
     if family is not None:
@@ -157,10 +144,9 @@ def is_leftover(module: str, name: str, trunk: int) -> bool:
 
 
 def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], bool]]:
-    """Yield the files of each place where a head may be, in the order of precedence.
+    """Yield the files of each place of a head; True: they are the target's shards.
 
-    Each place comes with a flag: whether its files count as shards of the target. Files
-    that the index names come before files that the index does not name.
+    Files that the index names come before files that the index does not name.
     """
     named = nested(config, "mlx_lm_extra_tensors", "mtp_file")
     if named is not None:
@@ -186,8 +172,8 @@ def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], 
 
 def _held(
     files: Iterable[Path],
-    family: MtpFamily,  # the target's family
-    trunk: int,  # how many layers the target has
+    family: MtpFamily,
+    trunk: int,
     *,
     bare: bool = False,  # whether names may lack their first part, "mtp."
     split: bool = False,  # whether to use the family's `split_rules`

@@ -1,9 +1,8 @@
 """An MTP head of any family as a module; see `family` for the formulas.
 
-A head has caches of its own, of mlx-lm's classes. These caches count positions from the
-first one that they hold. This shifts all positions equally, so no output changes.
-Positions of committed text need only their keys and values. They pass through the same
-blocks, but nothing else that the blocks compute for them is evaluated.
+A head's caches count positions from the first one that they hold. This shifts all
+positions equally, so no output changes. Positions of committed text need only their
+keys and values, so the rest of their forward is never evaluated.
 """
 
 from collections.abc import Sequence
@@ -31,8 +30,7 @@ class MtpLayer(nn.Module):
         eps: float,  # of the norms
         blocks: Sequence[Block],
         *,
-        # The part that comes first in the concatenation, see `MtpConvention`
-        order: str = "embedding_first",
+        order: str = "embedding_first",  # see `MtpConvention`
         final: bool = True,  # whether there is a norm after the blocks
         output: int | None = None,  # columns of its own output layer, if it has one
         embedding: int | None = None,  # rows of its own embedding, if it has one
@@ -57,11 +55,9 @@ class MtpLayer(nn.Module):
         return [make() for make in made if make is not None]
 
     def joined(self, hidden: mx.array, embedded: mx.array) -> mx.array:
-        """Return the input of the first block, [batch, positions, dim].
+        """Return the first block's input for states and embeddings of the next tokens.
 
-        Args:
-            hidden: states of the target or of a head, [batch, positions, dim].
-            embedded: embeddings of the next tokens, [batch, positions, dim].
+        All three are [batch, positions, dim].
         """
         pair = [self.norm_e(embedded), self.norm_h(hidden)]
         if self.order == "hidden_first":
@@ -85,11 +81,9 @@ class MtpHead(nn.Module):
         layers: list[MtpLayer],  # one, or if chained one for each drafted token
         convention: MtpConvention,
         *,
-        # Whether layer k makes drafted token k, from the output of layer k - 1 at the
-        # same position. Otherwise the first layer makes all drafted tokens
+        # Whether layer k makes drafted token k; else the first layer makes all of them
         chained: bool = False,
-        # The largest number of drafted tokens in a round; None: any number
-        depth: int | None = None,
+        depth: int | None = None,  # most drafted tokens in a round; None: any number
     ) -> None:
         super().__init__()
         self.layers = layers
@@ -110,12 +104,9 @@ class MtpHead(nn.Module):
 class Mtp(HeadOnTarget):
     """A head on its target.
 
-    Args:
-        head: the head.
-        ends: embeds tokens and makes logits for layers without their own embedding or
-            output layer.
-        ids: the token ids, uint32 [n], to which the layers' own output layers are cut;
-            the logits of `ends` must have the same ids. None: all ids.
+    `ends` serves layers without an embedding or output layer of their own. The other
+    output layers are cut to the token ids `ids`, uint32 [n], and `ends` has to have
+    logits of the same ids. None: all ids.
     """
 
     def __init__(

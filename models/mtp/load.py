@@ -1,7 +1,7 @@
 """Reading the MTP head of a target from files into a module.
 
-No convention is probed here, see `load_with_convention`. If the files do not say how
-norms are stored, an error asks for that.
+No convention is probed here. If the files do not say how norms are stored, an error
+asks for that.
 """
 
 from dataclasses import dataclass, replace
@@ -44,10 +44,10 @@ class FoundHead:
     """A head in a folder, not read yet."""
 
     folder: Path  # the target's folder
-    config: dict[str, Any]  # the content of its config.json
-    family: MtpFamily  # the target's family
+    config: dict[str, Any]  # its config.json
+    family: MtpFamily
     trunk: int  # how many layers the target has
-    files: HeadFiles  # where the tensors are
+    files: HeadFiles
     split: Path | None = None  # the head's own folder, if it has one
 
     @property
@@ -73,10 +73,7 @@ def find_mtp_head(
 ) -> FoundHead:
     """Find the head that belongs to a target; only headers are read.
 
-    Args:
-        folder: the target's folder.
-        model: the target, loaded from it.
-        split: the head's own folder, if it is not in the target's.
+    `folder` is the target's folder. `split` is the head's own folder, if it has one.
 
     Raises:
         UnsupportedModelError: no heads are known for the target's family.
@@ -101,15 +98,9 @@ def find_mtp_head(
 def build_mtp_head(
     result: FoundHead, model: nn.Module, convention: MtpConvention
 ) -> tuple[MtpHead, Weights]:
-    """Read a head; on a Linux CPU it is float32.
+    """Read a head, and return it with its norms' weights as they are stored.
 
-    Args:
-        result: the head in its folder.
-        model: the target.
-        convention: the head's training convention, norms included.
-
-    Returns:
-        The head, and the weights of its norms as they are stored.
+    `convention` includes norms. On a Linux CPU the head is float32.
 
     Raises:
         ModelFolderError: the head is not complete.
@@ -153,7 +144,6 @@ def decided(convention: MtpConvention | None, result: FoundHead) -> MtpConventio
 
 
 def _of_mlx(folder: Path) -> bool:
-    """Return whether the headers of all shards have the format "mlx"."""
     return all(header(file)[1].get("format") == "mlx" for file in weight_files(folder))
 
 

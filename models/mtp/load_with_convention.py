@@ -48,17 +48,16 @@ def load_mtp_head(
 ) -> MtpHead:
     """Load the MTP head that belongs to a target.
 
+    On a Linux CPU the head is float32, dequantized where it was quantized.
+
     Args:
         folder: the target's folder.
-        model: the target, loaded from it.
-        convention: the head's training convention. When omitted, it is read from files
-            or probed: the target writes about 64 tokens, the head guesses them under
-            each possible convention, and the best one is used and saved.
-        tokenizer: the target's, for the probe; read from the folder when omitted.
+        model: the target.
+        convention: the head's training convention. None: it is read from files or
+            probed. In a probe the target writes about 64 tokens, and the head guesses
+            them under each possible convention. The best one is used and saved.
+        tokenizer: the target's, for the probe; None: read from the folder.
         split: the head's own folder, if it is not in the target's.
-
-    Returns:
-        The head; on a Linux CPU in float32, dequantized where it was quantized.
 
     Raises:
         UnsupportedModelError: no heads are known for the target's family.
@@ -94,7 +93,6 @@ def saved_convention(head: FoundHead) -> MeasuredFile:
 def _probed(
     value: FoundHead, model: nn.Module, pack: MtpConvention | None, tokenizer: Any
 ) -> MtpHead:
-    """Return the head with the probed convention."""
     norms = value.norms
     usual = replace(pack or value.family.convention, norms=norms or "stored")
     usual = decided(usual, value)
@@ -123,7 +121,6 @@ def usual_convention(model: nn.Module) -> MtpConvention:
 
 
 def _say_mixture(result: FoundHead, convention: MtpConvention) -> None:
-    """Notify the user if norms have two forms."""
     if isinstance(convention.norms, tuple):
         notice(
             f"The norms of the MTP head in {result.files.source} of "

@@ -10,8 +10,8 @@ A convention is in mtplx_runtime.json as "mtp_contract", or in config.json as
                           all positions, which does not change a rotary head's output
     mtp_quant_*, mtp_prequantized      not read: the tensors' shapes show the format
 
-Missing fields mean post_norm, post_norm and embedding_hidden. A convention with an
-unknown field or value is ignored.
+A missing field has the value that is named first above. A convention with an unknown
+field or value is ignored.
 """
 
 from pathlib import Path

@@ -1,14 +1,13 @@
 """Rounds of a head for one text or many: writing to its caches, committing, undoing.
 
-Let a head with one layer hold positions 0 to m - 1, and let n positions of committed
-text be known. A round writes positions m to n - 1, and then one position for each
-drafted token after the first. A commit keeps positions m to n - 1, whichever tokens are
-accepted, since these positions are of committed text.
+Let a head with one layer hold positions 0 to m - 1 of n positions of committed text. A
+round writes positions m to n - 1, and one position for each drafted token after the
+first. A commit keeps positions m to n - 1, whichever tokens are accepted.
 
-In a chain, a head whose layers draft one token each, each layer has its own cache.
-Layer k reads the states of layer k - 1 at the same positions, and the tokens k places
-further on. So the last k positions of layer k read drafted tokens. These positions are
-not kept, and the states of layer k - 1 at these positions wait for the next round:
+In a chain each layer drafts one token, and has its own cache. Layer k reads the states
+of layer k - 1 at the same positions, and the tokens k places further on. So the last k
+positions of layer k read drafted tokens, and are not kept. The states of layer k - 1 at
+these positions wait for the next round:
 
     n = 6, two layers             layer 0            layer 1
     held before the round         0 to 2             0 to 1; 2 waits
@@ -16,9 +15,8 @@ not kept, and the states of layer k - 1 at these positions wait for the next rou
     kept                          3 to 5             2 to 4; 5 waits
 
 Texts differ in the number of positions to write. They are fed together, with shorter
-rows padded on the right, and each text keeps its own positions. In a chain each layer
-runs once over all positions. Other heads first feed all positions but each text's last,
-and then draft from the last one:
+rows padded on the right. In a chain each layer runs once over all positions. Other
+heads first feed all positions but each text's last, and then draft from the last one:
 
                      text 0       text 1
     to be written    5 6 7        4
@@ -27,10 +25,8 @@ and then draft from the last one:
     drafted from     7 d1 d2      4 d1 d2
     kept             7            4
 
-A head that drafts all tokens in one forward (`ParallelHead`) writes the drafted tokens
-after 7 and 4 in that forward, and they are dropped as well. Padding is never attended
-to: it comes after the positions of its forward, and is dropped before the next forward.
-So no text waits for another, and no position is fed twice.
+Padding comes after the positions of its forward, and is dropped before the next
+forward. So it is never attended to.
 """
 
 from collections.abc import Sequence
@@ -80,15 +76,13 @@ class HeadRows:
 class HeadRound:
     """Writes to a head's caches, and undoes these writes until the next round writes.
 
-    Arguments of its methods: `hidden` has the input states from each text's next
-    position on, [texts, n, dim]; `texts` has the known tokens; `stops` has the end,
-    exclusive, of the positions to write for each text.
+    Arguments of its methods:
 
-    Args:
-        rows: the caches and their contents.
-        mtp: the head on its target.
-        whole: see `Speculation`; for one text only.
-        key_steps: see `Speculation`.
+        hidden    input states from each text's next position on, [texts, n, dim]
+        texts     the known tokens
+        stops     for each text, the end (exclusive) of the positions to write
+
+    For `whole` and `key_steps` see `Speculation`; `whole` is for one text only.
     """
 
     def __init__(
@@ -128,13 +122,6 @@ class HeadRound:
 
         With several texts, at most one position of each may be written, except in a
         chain.
-
-        Args:
-            hidden: see the class.
-            texts: see the class.
-            stops: see the class.
-            count: how many tokens to draft, at least 1, and at most the head's depth.
-            choose: gets logits [texts, n] and returns the next drafted tokens, [texts].
         """
         if self._rows.chained:
             self._run(hidden, texts, stops, count, choose)
@@ -185,14 +172,9 @@ class HeadRound:
         layers: int,
         choose: ChooseNext | None = None,
     ) -> None:
-        """Run the first layers over all positions that their caches lack.
+        """Run the first `layers` layers over all positions that their caches lack.
 
-        Args:
-            hidden: see the class.
-            texts: see the class.
-            stops: see the class.
-            layers: how many layers to run.
-            choose: see `draft`; None: run positions of committed text only.
+        Without `choose` only positions of committed text are run.
         """
         rows, mtp, waiting = self._rows, self._mtp, self._waiting
         inputs, made = hidden, [*stops]  # states, and the ends of their positions
@@ -274,12 +256,7 @@ def _followed_by(
 ) -> mx.array:
     """Return for each row `counts` columns of `first`, then the columns of `second`.
 
-    Args:
-        first: [rows, n, ...].
-        counts: how many columns of `first` each row has.
-        second: [rows, m, ...].
-        late: how many of the first columns of `second` each row leaves out; none when
-            omitted.
+    `late` is how many of the first columns of `second` a row leaves out; empty: none.
     """
     both = mx.concatenate([first, second], axis=1)
     size, columns = first.shape[1], np.arange(both.shape[1])

@@ -1,7 +1,7 @@
 """Conversion of the stored tensors of an MTP head to the parameters of its module.
 
-mlx-lm converts only the layers of a target, and drops the head. The conversions
-here depend on the tensors alone, never on config.json:
+mlx-lm drops the head. The conversions here depend on the tensors alone, never on
+config.json:
 
     X.weight, X.weight_scale_inv         e4m3, a scale for each 128 x 128: made bfloat16
     experts.{e}.gate_proj.weight ...     stacked to switch_mlp.gate_proj.weight
@@ -35,11 +35,8 @@ _FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?")
 def transformed(weights: Weights, wanted: Shapes) -> Weights:
     """Return the weights with the names and shapes of the head's parameters.
 
-    Unknown tensors stay unchanged; `check_shapes` refuses them later.
-
-    Args:
-        weights: the stored weights; their names begin as those in `MtpHead` do.
-        wanted: the shapes of the module's parameters, before it is quantized.
+    The names of `weights` begin as those in `MtpHead` do. `wanted` has the shapes of
+    the module's parameters before quantization. Unknown tensors stay unchanged.
 
     Raises:
         ModelFolderError: experts are missing or too many, or scales do not fit.
@@ -57,12 +54,7 @@ def norms_of(weights: Weights) -> Weights:
 
 
 def with_ones(stored: Weights, norms: Norms) -> Weights:
-    """Return the weights of norms as they are applied.
-
-    Args:
-        stored: the weights as they are stored.
-        norms: how the weights are stored, see `MtpConvention`.
-    """
+    """Return the weights of norms as they are applied; see `MtpConvention.norms`."""
 
     def lacks_one(name: str) -> bool:
         if isinstance(norms, tuple):

@@ -10,9 +10,8 @@ its parent:
     level 3     ...                          children of ac and be
     4 nodes     a .6   ac .5   b .3   be .2
 
-Nothing is read back to the host: only the device knows the chosen nodes. The path of
-first choices (at each level the likeliest child) comes first in the tree: if this path
-is accepted, no rows move in the caches.
+Nothing is read back to the host. The path of first choices (at each level the likeliest
+child) comes first in the tree: if it is accepted, no rows move in the caches.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,8 @@ class Level(NamedTuple):
 
     Attributes:
         tokens: uint32 [1, nodes].
-        above: int32 [nodes], the index of each node's parent in the previous level.
+        above: int32 [nodes], the index of each node's parent in the previous level; in
+            the first level all 0.
         seen: bool [nodes, columns], whether a column is the node itself or an ancestor;
             there is a column for each node run so far, these nodes included.
     """
@@ -48,18 +48,14 @@ Children = Callable[[int], tuple[mx.array, mx.array]]
 def grow(
     children: Children, run: Callable[[Level], None], nodes: int, levels: int
 ) -> tuple[mx.array, mx.array]:
-    """Grow a tree.
+    """Grow a tree of `nodes` nodes, at least 2, and at most `levels` levels.
 
-    Args:
-        children: called for the root, and then after each level that is run.
-        run: runs the nodes of a level.
-        nodes: the number of nodes of the tree, at least 2.
-        levels: the largest depth of the tree, at least 1.
+    `children` is called for the root, and after each level that `run` has run.
 
     Returns:
         The tokens, uint32 [nodes], or fewer if the levels have fewer candidates; and
-        the index of each node's parent, int32 [nodes], smaller than the node's own
-        index. Index -1 is the root.
+            the index of each node's parent, int32 [nodes], smaller than the node's own
+            index. Index -1 is the root.
     """
     beam = min(BEAM, nodes)
     tokens, values = (each[0] for each in children(nodes if levels == 1 else beam))

@@ -2,13 +2,12 @@
 
 Notes are arguments and results of the calls inside of one call of one mixer. Parts find
 the notes in a context variable, which is separate for each thread. Outside of a
-recorded call there are no notes, and a hooked part only does its work.
+recorded call there are no notes.
 
-A hooked instance gets a class of its own (see `models.instance_hooks`). Nothing in
-mlx-lm is patched: if a method of a mixer calls a scan by a global name, the class has a
-copy of the method with other globals, in which the name is a function that records the
-call. Other uses of the scan's module do not change. A scan that other code replaced
-before the hook was made is not recorded.
+Nothing in mlx-lm is patched. If a method of a mixer calls a scan by a global name, the
+hooked class has a copy of the method with other globals, in which the name is a
+function that records the call. A scan that other code replaced before the hook was made
+is not recorded.
 """
 
 import functools
@@ -82,10 +81,7 @@ def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
 def watched(kind: type[nn.Module], watch: Watch, scan: Call | None) -> dict[str, Call]:
     """Return methods for a subclass of `kind` that record the calls of `watch`.
 
-    Args:
-        kind: the class of a mixer.
-        watch: the calls to record.
-        scan: the result of `scan_of`.
+    `scan` is the result of `scan_of`.
     """
     methods = {name: _noting_method(kind, name) for name in watch.methods}
     if watch.scan is not None and scan is not None:

@@ -14,14 +14,12 @@ R_t = g_1 ... g_t:
 This is the chunked form (WY, or UT transform) of Yang et al. 2024, "Parallelizing
 Linear Transformers with the Delta Rule over Sequence Length", with the decay of Yang et
 al. 2025, "Gated Delta Networks", equations 8 to 10. Nothing is divided by a decay, so
-decays of 0 do no harm. Each S_n takes one product with the U of the whole block, and is
-computed on request only.
+decays may be 0.
 
 Results differ from the recurrence by rounding. So products are used only where a row of
 a block has other bits than the same row alone anyway: in float32 on a CPU with
-OpenBLAS. If `models.ops` has a kernel, as on CUDA, the kernel runs the steps. mlx-lm's
-own scan runs in all other cases: with the reference BLAS, on Metal (mlx-lm has a kernel
-there), and for single rows.
+OpenBLAS. A kernel of `models.ops`, as on CUDA, is used instead of products. mlx-lm's
+own scan runs in all other cases, and for single rows.
 """
 
 import functools
@@ -35,8 +33,8 @@ from mlx_speculation.models.device_ops import Block, RunBlock
 from mlx_speculation.models.ops.dispatch import gated_delta_kernel
 from mlx_speculation.models.round_context import rows_differ
 
-# The largest block, in rows, in which products over all pairs of rows take less time
-# than single steps. It is twice the longest draft of a lookup.
+# The largest block, in rows, in which products take less time than single steps. It is
+# twice the longest draft of a lookup.
 LONGEST = 32
 
 

@@ -1,9 +1,8 @@
 """The recurrent mixers of mlx-lm 0.32.2, and how each is replayed.
 
-The table has every class that writes to an `ArraysCache`; a test reads mlx-lm's source
+The table has every class that writes to an `ArraysCache`. A test reads mlx-lm's source
 and fails if a class is missing. The array arguments of these classes have positions on
-axis 1, and all state of these classes between calls is in the cache. A mixer without a
-recipe runs again over its recorded inputs.
+axis 1, and the cache has all their state between calls.
 """
 
 from collections.abc import Mapping

@@ -1,13 +1,11 @@
 """Recording of the inputs of recurrent mixers, so that a prefix can be replayed.
 
-A hooked mixer gets a class of its own. For each call, this class records the arguments,
-and notes of the mixer's convolutions and scan, on the cache that is passed to the call.
-Only the caches of a `Speculation` record calls. Nothing is stored on the model, so
-generators and threads do not affect each other. Parameter paths, `isinstance` and
-logits stay the same.
+A hooked mixer records each of its calls on the cache that is passed to the call: the
+arguments, and notes of its convolutions and scan. Only the caches of a `Speculation`
+record calls. Nothing is stored on the model, so generators and threads do not affect
+each other.
 
-For the mixers in `mixers.MIXERS`, tests show that replay equals plain decoding
-(tests/models). There are three cases:
+There are three cases. Tests show that all of them equal plain decoding (tests/models):
 
     notes complete       the state follows from the notes; projections do not run
     otherwise            the mixer runs again over its recorded inputs, and is counted

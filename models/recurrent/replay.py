@@ -1,7 +1,7 @@
 """Replay: the state after a prefix, from notes of the calls inside of a mixer's call.
 
-If a mixer runs again over its inputs, it reads the weights of its projections again,
-most of the weights that a decode step reads. But the states follow from less:
+A mixer that runs again over its inputs reads the weights of its projections again, most
+of the weights that a decode step reads. But the states follow from less:
 
     state of                     follows from                       cost
     a causal convolution         the rows that went into it         a copy of K - 1 rows
@@ -13,9 +13,8 @@ most of the weights that a decode step reads. But the states follow from less:
     the last token ids           the ids                            a copy of n ids
 
 Everything here is lazy, and reads no weights except each head's decay and bias. If
-notes are incomplete, for example because the source of a scan is unknown, they are not
-used, and the mixer runs again over its inputs. `recorder` and `call_notes` record the
-notes.
+notes are incomplete, for example because the source of a scan is unknown, the mixer
+runs again over its inputs.
 """
 
 import functools
@@ -32,11 +31,9 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_speculation.models.device_ops import Block
 
-# The notes of one call of a mixer: one value for each inner call, by the id of a part,
-# the name of a method or the name of the scan.
+# One value for each inner call, by the id of a part, or the name of a method or scan.
 Notes = dict[Any, list[Any]]
 
-# The mixers that ran again inside `noting_reruns`, in this thread.
 _ran_again: ContextVar[list[nn.Module] | None] = ContextVar("ran_again", default=None)
 
 CACHE = object()  # replaces the cache in recorded arguments, to avoid a cycle
@@ -57,8 +54,8 @@ def noting_reruns() -> Iterator[list[nn.Module]]:
 class Scan:
     """A function that turns inputs with positions and a state into the next state."""
 
-    module: str  # the module that defines it
-    name: str  # its name, in that module and in the mixer's
+    module: str
+    name: str  # in `module` and in the mixer's module
     slot: int  # the cache's slot of the state
     # The argument of the state; the result's second item is the next state
     state: str
@@ -81,7 +78,7 @@ class Watch:
     inputs: tuple[str, ...] = ()  # parts whose first array argument is recorded
     outputs: tuple[str, ...] = ()  # parts whose result is recorded
     methods: tuple[str, ...] = ()  # methods whose first array argument is recorded
-    scan: Scan | None = None  # the scan whose arguments are recorded
+    scan: Scan | None = None
 
 
 class Recipe(Protocol):
@@ -152,9 +149,8 @@ class MixerCall:
     def replay(self, cache: Any, keep: int) -> None:
         """Change `cache` from the state before the call to the state after `keep` rows.
 
-        The state follows from the notes if they are complete. Otherwise, and if rows of
-        a batch have lengths or padding, the mixer runs again over the first `keep`
-        positions, and its output is not used.
+        With incomplete notes, or if rows of a batch have lengths or padding, the mixer
+        runs again over the first `keep` positions.
         """
         recipe = self.recipe if self.complete else None
         if recipe is None or (recipe.runs_again and _is_padded(cache)):
@@ -198,9 +194,9 @@ def _signature(function: Any) -> inspect.Signature:
 class ScanCall:
     """One call of a scan."""
 
-    function: Callable[..., Any]  # the scan
-    args: tuple[Any, ...]  # its positional arguments
-    kwargs: dict[str, Any]  # its named arguments
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     chunk: Block | None = None  # the block that ran instead; None: the scan ran
 
     def arguments(self) -> dict[str, Any]:
@@ -214,13 +210,11 @@ class ConvsAndScan:
     """Causal convolutions, each with a slot, and a scan; or convolutions alone.
 
     Example: K = 4 and a block of 5 rows. The convolution's input has 3 + 5 rows, and
-    the first 3 are its old state. After `keep` = 2 rows its state is rows [2, 5): the
-    last old row and the two kept rows.
+    the first 3 are its old state. Its state after `keep` = 2 rows is rows [2, 5).
     """
 
-    # Path of each convolution, and its slot
-    convs: Mapping[str, int] = field(default_factory=dict)
-    scan: Scan | None = None  # the scan, if there is one
+    convs: Mapping[str, int] = field(default_factory=dict)  # paths and slots
+    scan: Scan | None = None
     runs_again: bool = True
 
     @property

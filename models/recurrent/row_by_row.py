@@ -2,9 +2,8 @@
 
 In exact mode a row's result, and the state after it, must not depend on the number of
 rows fed with it. But a scan over a block may use another formula than a scan over a
-single row, and a replay would be a scan over fewer rows. So the scan is called for each
-row, with the state that the previous call returned. The state after n rows is that of
-the n-th call. Rows of padding are not run, and their results are zeros.
+single row. So the scan is called for each row, with the state that the previous call
+returned. Rows of padding are not run, and their results are zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +28,10 @@ class RowByRow:
 
 
 def run_by_row(
-    scan: Scan,  # names the arguments with rows and the one with the state
-    function: Callable[..., Any],  # the scan
-    args: tuple[Any, ...],  # its positional arguments
-    kwargs: dict[str, Any],  # its named arguments
+    scan: Scan,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     rows: int,  # the number of rows that are no padding, at least 1
 ) -> RowByRow:
     """Run a scan one row at a time."""
