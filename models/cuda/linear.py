@@ -46,10 +46,7 @@ WeightOf = Callable[[Any, mx.array], Weight | None]
 
 
 def half_weight(layer: Any, x: mx.array) -> Weight | None:
-    """Return the weight for the kernel; None: mlx's own product has to be used.
-
-    `layer` is a linear layer or an embedding, and `x` is [..., k].
-    """
+    """Return a layer's or embedding's weight for the kernel; None: mlx multiplies."""
     weight = layer["weight"]  # faster than layer.weight
     width = x.shape[-1]
     if not 1 < x.size // width <= MOST_ROWS or width % 32:

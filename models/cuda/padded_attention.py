@@ -9,12 +9,9 @@ pairs, since a prompt may have any length. With padding it meets few:
                                                              steps and then the rows
 
 The padding is zeros. If the mask is causal, and the keys before the rows are none or
-whole steps, as many keys as rows are added: the mask stays causal, and only added rows
-see added keys. Otherwise a bool mask hides the added keys; attention with a bool mask
-took 3 to 7 times as long on an H200:
-
-    300 rows, 300 keys, causal         padded to 384 and 384, causal
-    40 more, 340 keys, causal          padded to 48 and 512, bool
+whole steps, as many keys as rows are added. The mask stays causal, and only added rows
+see added keys. Otherwise a bool mask hides the added keys. Attention with a bool mask
+took 3 to 7 times as long on an H200.
 
 Only drafts and rounds use this: their logits may differ from mlx's by rounding.
 """
@@ -36,10 +33,9 @@ def attention(
         queries    [batch, heads, rows, dim]
         keys       [batch, key heads, n, dim]
         values     [batch, key heads, n, value dim]
-        mask       None; "causal"; or bool [rows, n]
-        result     [batch, heads, rows, value dim]
 
-    A bool mask may have axes for batch and heads in front.
+    `mask` is None, "causal" or bool [rows, n], perhaps with axes for batch and heads in
+    front.
     """
     rows, count = queries.shape[2], keys.shape[2]
     more_rows, before = row_size(rows) - rows, count - rows

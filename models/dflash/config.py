@@ -188,14 +188,9 @@ def layer_readings(
 ) -> LayerReadings:
     """Return the candidate lists of target layers to read, the usual list first.
 
-    Layers count from 0, and -1 stands for the embeddings.
-
-    Args:
-        config: the content of config.json.
-        trunk: how many layers the target has.
-        features: how many layers `fc` may read, each possible number; empty: unknown.
-        name: the drafter's name, for messages.
-        counts: how the list counts; None: in the usual way for its key.
+    Layers count from 0, and -1 stands for the embeddings. The target has `trunk`
+    layers. `features` has each possible number of layers that `fc` reads; empty:
+    unknown. `counts` says how the list counts; None: in the usual way for its key.
 
     Raises:
         ModelFolderError: the target lacks a listed layer; or there is no list, and no

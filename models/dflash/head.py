@@ -45,13 +45,8 @@ class DFlashLayer(qwen3.TransformerBlock):
 class DFlashHead(JoinedHead):
     """The network of a block drafter.
 
-    Args:
-        settings: the settings of config.json.
-        width: how many numbers the drafter reads at each position of the target.
-        ends: the drafter's own embedding and output layer.
-        layers: the drafter's decoder layers, with `run` and `self_attn.write`; None:
-            DFlash's.
-        gemma: see `JoinedHead`.
+    `width` is how many numbers it reads at each position of the target. `layers` have
+    `run` and `self_attn.write`; None: DFlash's layers.
     """
 
     def __init__(
@@ -122,10 +117,7 @@ class DFlash:
     def history(
         self, context: mx.array, tokens: mx.array, caches: Sequence[Any]
     ) -> None:
-        """Write the keys and values of context [1, positions, dim].
-
-        `tokens`, the token that follows each position, is not used.
-        """
+        """Write keys and values of context [1, positions, dim]; `tokens` is unused."""
         for layer, cache in zip(self.head.layers, caches, strict=True):
             layer.self_attn.write(context, cache)
 
@@ -134,12 +126,10 @@ class DFlash:
     ) -> mx.array:
         """Return the normed states that predict the drafts, [batch, count, dim].
 
-        Args:
-            context: the context of the positions before the token that are not in the
-                caches yet, at least one; [batch, positions, dim].
-            token: the newest token, [batch, 1].
-            caches: the context and then the whole block are written to them.
-            count: how many drafts, at most the head's depth.
+        `context` is that of the positions before `token` that are not in the caches
+        yet, at least one, [batch, positions, dim]. `token` is the newest one, [batch,
+        1]. The context and then the whole block are written to the caches. `count` is
+        at most the head's depth.
         """
         settings = self.head.settings
         masks = mx.full(
@@ -155,10 +145,7 @@ class DFlash:
     def block(
         self, context: mx.array, token: mx.array, caches: Sequence[Any], count: int
     ) -> mx.array:
-        """Return logits of the drafts after a token, [batch, count, vocab].
-
-        The arguments are those of `rows`.
-        """
+        """Return logits of drafts, [batch, count, vocab]; arguments as in `rows`."""
         return self._logits(self.rows(context, token, caches, count))
 
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:

@@ -54,18 +54,13 @@ def load_dflash(
     anchor: Anchor | None = None,
     starts: Sequence[Sequence[int]] | None = None,
 ) -> Loaded:
-    """Load the DFlash drafter in a folder of its own.
+    """Load the DFlash drafter of a target from a folder of its own.
 
-    On a Linux CPU the drafter is float32, dequantized where it was quantized.
-
-    Args:
-        folder: the drafter's folder, with config.json and safetensors.
-        model: its target.
-        layer_ids: how the list of layers counts; None: in the usual way for its key.
-        anchor: the position that row j of a block predicts; None: as config.json says,
-            or the usual one.
-        starts: token ids of a few texts for a probe, which decides what config.json
-            leaves open; None: no probe, and the usual reading.
+    `layer_ids` says how the list of layers counts; None: in the usual way for its key.
+    `anchor` says which position row j of a block predicts; None: as config.json says,
+    or the usual one. `starts` are token ids of a few texts for a probe, which decides
+    what config.json leaves open; None: no probe, and the usual reading. On a Linux CPU
+    the drafter is float32, dequantized where it was quantized.
 
     Raises:
         ModelFolderError: the drafter is of another kind or target, or not complete.

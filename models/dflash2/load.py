@@ -65,13 +65,7 @@ def load_dflash2(
 
 
 def _on_target(settings: DFlash2Settings, model: nn.Module) -> DFlash2Settings:
-    """Return settings for a drafter whose logits are made by the target's head.
-
-    The head applies the target's cap, so the same cap in config.json is dropped.
-
-    Raises:
-        ModelFolderError: the target's head has another cap or scale.
-    """
+    """Return settings without the cap, if the target's output layer applies it."""
     caps = {
         getattr(getattr(part, key, None), "final_logit_softcapping", None)
         for part in model.modules()

@@ -102,12 +102,7 @@ def _read(folder: Path) -> tuple[Config, Weights]:
 
 
 def _by_tensors(settings: DSparkSettings, weights: Weights) -> DSparkSettings:
-    """Return settings with the Markov head that the tensors show.
-
-    Raises:
-        ModelFolderError: config.json names a Markov head, and there are no tensors of
-            one.
-    """
+    """Return settings with the Markov head that the tensors show."""
     table = weights.get("markov_head.markov_w1.weight")
     if table is None:
         if settings.rank:

@@ -79,10 +79,7 @@ class EagleSettings:
 
 
 def is_peagle(config: Config) -> bool:
-    """Return whether a config.json states that its head is a P-EAGLE head.
-
-    Other P-EAGLE heads are recognized by their tensors.
-    """
+    """Return whether a config.json states that its head is P-EAGLE; not all do."""
     return (
         config.get("speculators_model_type") == "peagle"
         or "peagle" in str(config.get("architectures")).lower()
@@ -173,15 +170,9 @@ def layer_readings(
     """Return the candidate lists of target layers to read, the usual list first.
 
     Layers count from 0; -1 stands for the embeddings, `AFTER_NORM` for the output of
-    the final norm.
-
-    Args:
-        config: the content of config.json.
-        trunk: how many layers the target has.
-        features: how many layers the head may read, each possible number; empty:
-            unknown.
-        counts: the meaning of the list's numbers; None: the usual one for the key of
-            config.json that holds the list.
+    the final norm. The target has `trunk` layers. `features` has each possible number
+    of layers that the head reads; empty: unknown. `counts` is the meaning of the list's
+    numbers; None: the usual one for the key of config.json.
 
     Raises:
         ModelFolderError: the target has no such layers.

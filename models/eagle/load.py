@@ -59,18 +59,12 @@ def load_eagle_head(
     layer_ids: LayerIds | None = None,
     starts: Sequence[Sequence[int]] | None = None,
 ) -> Loaded:
-    """Load the EAGLE-3 or P-EAGLE head in a folder of its own.
+    """Load the EAGLE-3 or P-EAGLE head of a target from a folder of its own.
 
-    On a Linux CPU the head is float32, dequantized where it was quantized.
-
-    Args:
-        folder: the head's folder, with config.json and safetensors.
-        model: its target.
-        kind: the kind of head.
-        layer_ids: how the list of layers in config.json counts, see
-            `checkpoints.layer_readings`; None: in the usual way for its key.
-        starts: token ids of a few texts, with which the layers are probed unless
-            `layer_ids` decides; None: no probe, the usual layers are read.
+    `layer_ids` says how the list of layers in config.json counts. Without it, a probe
+    on a few texts, the token ids `starts`, finds the layers. With neither, the head
+    reads the usual layers. On a Linux CPU the head is float32, dequantized where it was
+    quantized.
 
     Raises:
         ModelFolderError: the head is of another kind or target, or not complete.

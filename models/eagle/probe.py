@@ -22,11 +22,9 @@ def probe_layers(
     readings: LayerReadings,
     starts: Sequence[Sequence[int]],  # token ids of a few texts, at least two in each
 ) -> dict[Layers, Score]:
-    """Find the layers that a head reads.
+    """Return the scores of lists of layers to read, the chosen one first.
 
-    Returns:
-        The scores of the candidates, the chosen one first: the usual layers, unless
-            others are surely better.
+    The usual layers are chosen, unless others are surely better.
 
     Raises:
         ConventionError: the chosen candidate is not above chance.

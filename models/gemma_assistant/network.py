@@ -3,9 +3,7 @@
 A step reads the target's embedding of the newest token, and a state. In the first step
 of a round this is the target's state after the final norm, and then the output of the
 previous step. The assistant has no cache: all steps of a round have one position in the
-target's text, and see the same keys, those of committed positions.
-
-Tensors are named as on disk, without "model." in front.
+target's text, and see the keys of committed positions.
 """
 
 from collections.abc import Mapping

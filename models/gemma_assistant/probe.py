@@ -37,13 +37,10 @@ def starts_for(tokenizer: Any) -> list[list[int]]:
 def probe_anchor(
     assistant: Assistant, model: nn.Module, starts: Sequence[Sequence[int]]
 ) -> dict[Anchor, Score]:
-    """Find the position of an assistant's queries.
+    """Return the score of each anchor of an assistant, the chosen one first.
 
-    `starts` are token ids of a few texts, at least two in each.
-
-    Returns:
-        The score of each anchor, the chosen one first: the usual anchor, unless the
-            other is surely better.
+    The usual one is chosen, unless the other is surely better. `starts` are token ids
+    of a few texts, at least two in each.
 
     Raises:
         ConventionError: the chosen anchor is not above chance.

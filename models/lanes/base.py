@@ -55,10 +55,7 @@ class RequestRound(Protocol):
         ...
 
     def prepare(self, keep: Keep) -> None:
-        """Do every step of `commit(keep)` that can fail, without changing a cache.
-
-        `keep` is the number of fed tokens to keep, for each request or for all.
-        """
+        """Do every step of `commit(keep)` that can fail, without changing a cache."""
         ...
 
     def commit(self, keep: Keep) -> None:
@@ -80,7 +77,6 @@ class RequestLane(Protocol):
     The methods that have a body here are for a lane of one request.
 
     Attributes:
-        model: an mlx-lm model.
         caches: a cache for each layer, with all requests; empty while a batch holds the
             lane's request.
         requests: the number of requests.
@@ -109,12 +105,10 @@ class RequestLane(Protocol):
         return False
 
     def begin(self, count: int, *, whole: bool = False) -> RequestRound:
-        """Open a round.
+        """Open a round that feeds `count` tokens for each request.
 
-        Args:
-            count: how many tokens the round feeds for each request. If new shapes cost
-                much, a forward over `count` tokens is padded to one of a few shapes.
-            whole: the caller's promise to keep all tokens or none.
+        If new shapes cost much, a forward over `count` tokens is padded to one of a few
+        shapes. With `whole`, the caller promises to keep all tokens or none.
         """
         ...
 
@@ -137,9 +131,5 @@ class RequestLane(Protocol):
         return [0]
 
     def extract(self, place: int) -> list[Any]:
-        """Return the caches of one request, valid until the next round.
-
-        A batch returns copies, with sliding caches of the kind that the joined lanes
-        had.
-        """
+        """Return a request's caches, valid until the next round; of a batch, copies."""
         return self.caches

@@ -1,11 +1,5 @@
 """A model and the caches of several requests, which one forward feeds together.
 
-    lane.join([one, two])          join the caches of lanes that were fed alone
-    with lane.begin(3) as round:   one forward over a rectangle of tokens
-        logits = round.forward(tokens)         # [rows, 3] -> [rows, 3, vocab]
-        round.commit([3, 1])       row 0 keeps 3 of them, row 1 keeps 1
-    lane.leave([1])                only row 1 stays
-
 The caches are mlx-lm's own batch caches. Shorter rows have padding on their left. A
 request's row of a rotating cache or of a recurrent state is the same as if the request
 ran alone.
@@ -150,11 +144,7 @@ class BatchLane(RequestLane):
             self._met.add(shape)
 
     def padding(self, count: int) -> int:
-        """Return the number of padding positions of a forward over `count` positions.
-
-        If new shapes cost much, the positions after the first are rounded up to a
-        `row_size`.
-        """
+        """Return how many padding positions a forward over `count` positions gets."""
         drafted = count - 1
         return row_size(drafted) - drafted if self._in_sizes and drafted else 0
 
@@ -178,10 +168,7 @@ class BatchLane(RequestLane):
         return logits[mx.array(self.stand)]
 
     def _arrange(self, live: Sequence[int], places: int) -> None:
-        """Arrange rows: those at the places `live`, then copies of the first one.
-
-        `places` is the new number of rows.
-        """
+        """Move the rows at places `live` to the front, and add copies of the first."""
         order = [*live, *[live[0]] * (places - len(live))]
         if order != list(range(self.places)):
             indices = mx.array(order)

@@ -82,14 +82,10 @@ _tree: ContextVar[_Fed | None] = ContextVar("tree", default=None)
 def tree_rows(parents: mx.array, levels: int, lead: int = 1) -> TreeRows:
     """Return the rows that each row of a tree sees, and the depths of the rows.
 
-    Before the nodes, `lead` tokens (at least 1) are fed as a chain, so there are lead +
-    nodes rows. The first has depth 0.
-
-    Args:
-        parents: int32 [nodes], the parent of each node, smaller than the node; -1: the
-            last token of the chain.
-        levels: the largest depth of a node, counted from 1.
-        lead: the length of the chain.
+    `lead` tokens (at least 1) are fed as a chain before the nodes, so there are lead +
+    nodes rows. The first has depth 0. `parents`, int32 [nodes], has the parent of each
+    node, smaller than the node. -1 is the last token of the chain. `levels` is the
+    largest depth of a node, counted from 1.
     """
     chain = mx.arange(-1, lead - 1, dtype=mx.int32)
     above = mx.concatenate([chain, parents.astype(mx.int32) + lead])

@@ -15,10 +15,10 @@ from mlx_speculation.caches import Point, PrefixCache, snapshot
 
 
 class RestorePoints:
-    """Restore points of one lane.
+    """Restore points of one lane, which count towards the budget of `cache`.
 
-    The points count towards the budget of `cache`. `places` are further positions at
-    which to save, in tokens from the prompt's beginning.
+    `places` are further positions at which to save, in tokens from the prompt's
+    beginning.
 
     Attributes:
         hidden: returns the last hidden states if a head needs them to resume, else

@@ -61,30 +61,25 @@ class Lane(RequestLane):
     """One model with its caches, for one request.
 
     Args:
-        model: an mlx-lm model.
-        caches: mlx-lm caches of this model; None: new ones.
+        caches: mlx-lm caches of the model; None: new ones.
         seen: how many tokens of the sequence the caches hold.
-        sliding: "slack" replaces new `RotatingKVCache`s by `SlidingKVCache`s; "native"
-            keeps them. Passed caches are not replaced.
-        shape: the shape of every forward in exact mode (`caches.types.fixed_view`).
-            Requires `check_fixed_shape` and `ModelHooks` for the model. None: not
-            exact.
+        sliding: "slack" replaces new `RotatingKVCache`s by `SlidingKVCache`s. Passed
+            caches are not replaced.
+        shape: the shape of every forward in exact mode. Requires `check_fixed_shape`
+            and `ModelHooks` for the model. None: not exact.
 
     Attributes:
-        prefill_step: how many tokens of a prompt are fed at once.
         shows: whether to evaluate the hidden states of every chunk of a prompt. If one
             rank reads the states, all ranks that share the target have to set this.
         prefill_progress: called with the length of every chunk of a prompt, once it is
             kept.
-        quantization: decides when the caches are replaced by quantized ones.
-        compiled: a draft model's compiled forward, for the rounds that it supports.
         positions: the number of positions that the model has embeddings for. A forward
             past them is refused.
-        is_draft: whether this is a drafter's lane. Its prompts use a round's operations
-            (`models.round_context`): faster than mlx's, and different by rounding.
+        is_draft: whether this is a drafter's lane. Its prompts use a round's
+            operations, which are faster than mlx's and differ by rounding.
         run: the callable for a forward: the model, or a request's `ImageForward`.
-        sizes: a batch made from this lane pads its rounds to these row counts; None:
-            the default `RowSizes()`.
+        sizes: the row counts to which a batch made from this lane pads its rounds;
+            None: the default `RowSizes()`.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
@@ -198,22 +193,16 @@ class Lane(RequestLane):
         each: Callable[[Sequence[int], States], None] | None = None,
         fits: Callable[[int], bool] | None = None,
     ) -> bool:
-        """Feed committed tokens in chunks of at most `step`, each kept whole.
+        """Feed and commit tokens in chunks; return whether all were fed.
 
-        With `points`, chunks also end where a restore point is due. In exact mode a
-        chunk has at most `room` tokens. An error leaves the caches at the end of the
-        last finished chunk. If the rest is fed later, chunks end at the same places.
+        Chunks have at most `step` tokens (None: `prefill_step`), and at most `room` in
+        exact mode. With `points`, chunks also end where a restore point is due. An
+        error leaves the caches at the end of the last finished chunk. If the rest is
+        fed later, chunks end at the same places.
 
-        Args:
-            tokens: the tokens.
-            step: the largest length of a chunk; None: `prefill_step`.
-            each: called with every chunk and its evaluated hidden states, once the
-                chunk is kept; needs `taps`. None: states are not computed for it.
-            fits: called with the length of every chunk before it is fed; if it returns
-                False, neither this chunk nor a later one is fed.
-
-        Returns:
-            Whether all tokens were fed.
+        `each` is called with every chunk and its evaluated hidden states, once the
+        chunk is kept. It needs `taps`. `fits` is called with the length of every chunk
+        before it is fed. If it returns False, feeding ends.
         """
         check_positions(len(tokens), self._unknown + self.seen, self.positions)
         start, step = 0, step or self.prefill_step

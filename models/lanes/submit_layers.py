@@ -8,8 +8,6 @@ layers, the first layers run meanwhile. Each submission costs time, so
 On a CPU mlx computes on a thread of its own, and `mx.async_eval` blocks once about a
 hundred operations wait. So there a plain step is submitted layer by layer. Rounds
 gained nothing from this with two cores (docs/log/rounds.md).
-
-Results are the same for any number of layers.
 """
 
 import functools

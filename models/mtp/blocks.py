@@ -56,8 +56,7 @@ def _module_of(args: Any) -> Any:
 def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
     """Return a maker of one block; `layer` names a class in the target's module.
 
-    `changes` are changes of the target's arguments. The block's layer index continues
-    the numbers of the target's layers.
+    `changes` are changes of the target's arguments.
     """
 
     def build(args: Any, config: Config, k: int) -> list[Block]:

@@ -33,12 +33,8 @@ T = TypeVar("T")
 class HeadCache(HeadRows):
     """The caches of a head for one text, from position `first` on.
 
-    `layers` are new caches for each layer; a head that reads the target's caches has
+    `layers` are new caches for each layer. A head that reads the target's caches has
     none. For `key_steps` see `Speculation`.
-
-    Attributes:
-        mtp: the head on its target.
-        first: the first position that the caches hold.
     """
 
     def __init__(
@@ -69,10 +65,7 @@ class HeadCache(HeadRows):
         return fed_again(self.layers)
 
     def kept(self) -> tuple[list[Any], int] | None:
-        """Return views of the caches' rows from position 0 on, and the number of rows.
-
-        None: the caches begin at a later position, or one is of a kind without views.
-        """
+        """Return views of rows from position 0 on, and their number; None: no views."""
         rows = min(self.state.ends)
         return None if self.first else first_rows([*chain(*self.layers)], rows)
 
@@ -96,7 +89,6 @@ class HeadCache(HeadRows):
         """Write positions of committed text and keep them; on an error keep none.
 
         `hidden` has the input states at positions [end, stop), [1, stop - end, dim].
-        `text` has the known tokens.
         """
         self._round = None
         HeadRound(self, self.mtp, whole=True).read(hidden, [text], [stop])
@@ -112,9 +104,8 @@ class HeadCache(HeadRows):
         """Open a round: write positions of committed text, and draft `count` tokens.
 
         `hidden` has the input states at positions [end, stop), at least one. `stop` is
-        the newest token's position. `text` has the known tokens. `choose` gets logits
-        [1, vocab] and returns the next drafted token, [1]. `count` is at least 1, and
-        at most the head's depth.
+        the newest token's position. `choose` gets logits [1, vocab] and returns the
+        next drafted token, [1].
         """
         self._round = HeadRound(self, self.mtp, key_steps=self._key_steps)
         self._round.draft(hidden, [text], [stop], count, choose)
@@ -149,12 +140,9 @@ class TreeRound:
     """Runs the nodes of a tree after the newest position, level by level.
 
     All nodes of a level have the same position. They attend to the committed positions,
-    to their ancestors and to themselves. `caches` are in a round that has written the
-    committed positions, and `out` is the output of the newest position.
-
-    Attributes:
-        logits: logits of the nodes that were run last, [nodes, vocab]; at first those
-            of the root.
+    to their ancestors and to themselves. `caches` already have the committed positions.
+    `logits` are those of the nodes that were run last, [nodes, vocab], at first the
+    root.
     """
 
     def __init__(

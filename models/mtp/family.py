@@ -27,13 +27,11 @@ class MtpFamily:
     """One family of heads.
 
     Attributes:
-        name: the name in messages.
         modules: the targets' modules under mlx_lm.models.
         rules: prefixes of tensor names in files, mapped to prefixes of names in
             `MtpHead`. Wrappers such as "language_model." are removed first, and the
             first match counts. {k} stands for any number. The value None marks copies
             of the target's tensors.
-        convention: the usual convention.
         after_trunk: whether {k} in "layers.{k}." continues the numbers of the target's
             layers.
         plus_one: whether norms are stored as w and applied as 1 + w.
@@ -58,10 +56,7 @@ class MtpFamily:
     split_rules: Mapping[str, str | None] | None = None
 
     def place(self, name: str, trunk: int, *, split: bool = False) -> "Place | None":
-        """Return where a tensor of a file belongs; None: it is not in the head.
-
-        `trunk` is the number of the target's layers. With `split`, `split_rules` apply.
-        """
+        """Return where a tensor of a file belongs; None: it is not in the head."""
         core = without_wrappers(name)
         rules = self.split_rules if split and self.split_rules else self.rules
         for begin, canonical in rules.items():

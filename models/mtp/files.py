@@ -90,10 +90,7 @@ def find_head(
 
 
 def is_split_head(config: dict[str, Any]) -> bool:
-    """Return whether a folder with this config.json holds only a head.
-
-    mlx-vlm makes such folders, for example of type "qwen3_5_mtp".
-    """
+    """Return whether a folder with this config.json, of mlx-vlm, holds only a head."""
     return str(config.get("model_type", "")).endswith(SPLIT)
 
 
@@ -129,11 +126,7 @@ def sidecar_names(folder: Path) -> set[str]:
 
 
 def is_leftover(module: str, name: str, trunk: int) -> bool:
-    """Return whether a tensor in the shards belongs to a head, not to the target.
-
-    `module` is the target's module, such as "mlx_lm.models.deepseek_v3". `trunk` is the
-    number of the target's layers.
-    """
+    """Return whether a tensor in the shards belongs to a head, not to the target."""
     family, core = family_of(module), without_wrappers(name)
     if family is not None:
         return family.place(name, trunk) is not None
@@ -144,10 +137,7 @@ def is_leftover(module: str, name: str, trunk: int) -> bool:
 
 
 def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], bool]]:
-    """Yield the files of each place of a head; True: they are the target's shards.
-
-    Files that the index names come before files that the index does not name.
-    """
+    """Yield the files of each place of a head; True: they are the target's shards."""
     named = nested(config, "mlx_lm_extra_tensors", "mtp_file")
     if named is not None:
         file = (folder / str(named)).resolve()
@@ -178,10 +168,7 @@ def _held(
     bare: bool = False,  # whether names may lack their first part, "mtp."
     split: bool = False,  # whether to use the family's `split_rules`
 ) -> dict[str, Stored]:
-    """Return the tensors of a head in some files, by their names in `MtpHead`.
-
-    Copies of the target's tensors and unused layers are left out.
-    """
+    """Return the tensors of a head in some files, by their names in `MtpHead`."""
     result: dict[str, Stored] = {}
     for file in files:
         names = header(file)[0]

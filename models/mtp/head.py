@@ -55,10 +55,7 @@ class MtpLayer(nn.Module):
         return [make() for make in made if make is not None]
 
     def joined(self, hidden: mx.array, embedded: mx.array) -> mx.array:
-        """Return the first block's input for states and embeddings of the next tokens.
-
-        All three are [batch, positions, dim].
-        """
+        """Return the first block's input; all arrays are [batch, positions, dim]."""
         pair = [self.norm_e(embedded), self.norm_h(hidden)]
         if self.order == "hidden_first":
             pair.reverse()

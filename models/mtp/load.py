@@ -1,8 +1,4 @@
-"""Reading the MTP head of a target from files into a module.
-
-No convention is probed here. If the files do not say how norms are stored, an error
-asks for that.
-"""
+"""Reading the MTP head of a target from files into a module, without a probe."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,9 +67,9 @@ class FoundHead:
 def find_mtp_head(
     folder: str | Path, model: nn.Module, *, split: Path | None = None
 ) -> FoundHead:
-    """Find the head that belongs to a target; only headers are read.
+    """Find the head of a target in its `folder`, or in the head's own folder, `split`.
 
-    `folder` is the target's folder. `split` is the head's own folder, if it has one.
+    Only headers are read.
 
     Raises:
         UnsupportedModelError: no heads are known for the target's family.

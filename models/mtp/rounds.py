@@ -16,15 +16,7 @@ these positions wait for the next round:
 
 Texts differ in the number of positions to write. They are fed together, with shorter
 rows padded on the right. In a chain each layer runs once over all positions. Other
-heads first feed all positions but each text's last, and then draft from the last one:
-
-                     text 0       text 1
-    to be written    5 6 7        4
-    fed              5 6          padding      only for keys and values
-    kept             5 6
-    drafted from     7 d1 d2      4 d1 d2
-    kept             7            4
-
+heads first feed all positions but each text's last, and then draft from the last one.
 Padding comes after the positions of its forward, and is dropped before the next
 forward. So it is never attended to.
 """
@@ -172,10 +164,7 @@ class HeadRound:
         layers: int,
         choose: ChooseNext | None = None,
     ) -> None:
-        """Run the first `layers` layers over all positions that their caches lack.
-
-        Without `choose` only positions of committed text are run.
-        """
+        """Run the first `layers` layers over all positions that their caches lack."""
         rows, mtp, waiting = self._rows, self._mtp, self._waiting
         inputs, made = hidden, [*stops]  # states, and the ends of their positions
         drafts: list[mx.array] = []

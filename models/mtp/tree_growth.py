@@ -50,12 +50,10 @@ def grow(
 ) -> tuple[mx.array, mx.array]:
     """Grow a tree of `nodes` nodes, at least 2, and at most `levels` levels.
 
-    `children` is called for the root, and after each level that `run` has run.
-
-    Returns:
-        The tokens, uint32 [nodes], or fewer if the levels have fewer candidates; and
-            the index of each node's parent, int32 [nodes], smaller than the node's own
-            index. Index -1 is the root.
+    `children` is called for the root, and after each level that `run` has run. Returned
+    are the tokens, uint32 [nodes], or fewer if the levels have fewer candidates, and
+    the index of each node's parent, int32 [nodes], smaller than the node's own. -1 is
+    the root.
     """
     beam = min(BEAM, nodes)
     tokens, values = (each[0] for each in children(nodes if levels == 1 else beam))

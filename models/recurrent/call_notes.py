@@ -79,10 +79,7 @@ def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def watched(kind: type[nn.Module], watch: Watch, scan: Call | None) -> dict[str, Call]:
-    """Return methods for a subclass of `kind` that record the calls of `watch`.
-
-    `scan` is the result of `scan_of`.
-    """
+    """Return methods for a subclass of `kind` that record the calls of `watch`."""
     methods = {name: _noting_method(kind, name) for name in watch.methods}
     if watch.scan is not None and scan is not None:
         methods[watch.scan.called_in] = _noting_scan(kind, watch.scan, scan)

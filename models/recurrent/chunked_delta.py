@@ -50,15 +50,10 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The result of a block.
+    """The result of a block."""
 
-    Attributes:
-        y: the scan's result for each row, [batch, rows, value heads, Dv].
-        start: the state before the block, [batch, value heads, Dv, Dk].
-    """
-
-    y: mx.array
-    start: mx.array
+    y: mx.array  # the scan's result, [batch, rows, value heads, Dv]
+    start: mx.array  # the state before the block, [batch, value heads, Dv, Dk]
     block: _Block
 
     def after(self, keep: int) -> mx.array:

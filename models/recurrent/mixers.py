@@ -22,14 +22,10 @@ from mlx_speculation.models.recurrent.replay import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixer:
-    """Replay of one mixer class.
+    """Replay of one mixer class."""
 
-    Attributes:
-        recipe: computes the state from recorded values; None: the mixer runs again.
-        relies_on: (module, name) of other objects whose source must be unchanged.
-    """
-
-    recipe: Recipe | None = None
+    recipe: Recipe | None = None  # None: the mixer runs again
+    # (module, name) of other objects whose source must be unchanged
     relies_on: tuple[tuple[str, str], ...] = ()
 
 
