@@ -1,7 +1,6 @@
 """Operations for NVIDIA GPUs: kernels for few rows, and padding to few shapes.
 
-Only `models.ops.dispatch` imports this package. Without it texts are the same, but
-rounds take longer.
+Only `models.ops.dispatch` imports this package. Without it rounds take longer.
 """
 
 from mlx_speculation.models.cuda.registration import OPS

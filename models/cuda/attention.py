@@ -154,7 +154,6 @@ def attention(
 
 
 def _joined(outputs: list[mx.array], parts: int, queries: mx.array) -> mx.array:
-    """Join the results for parts of the columns into those for all columns."""
     batch, heads, rows, dim = queries.shape
     (whole,) = _together(queries.dtype, dim)(
         inputs=outputs,
@@ -181,7 +180,7 @@ def serves(
         return False
     batch, _, rows, dim = queries.shape
     bools = isinstance(mask, mx.array)
-    alone = batch == rows == 1 and not bools  # mlx has a kernel for this
+    alone = batch == rows == 1 and not bools
     if alone or rows > MOST_ROWS or dim not in DIMENSIONS:
         return False
     if bools and (mask.dtype != mx.bool_ or (mask.ndim > 2 and mask.shape[-3] != 1)):

@@ -13,8 +13,7 @@ from mlx_speculation.warn import notice
 def kernels_compile() -> bool:
     """Return whether mlx can compile kernels here; if not, notify the user once.
 
-    The compiler needs header files that not every installation has. The first call
-    takes some seconds.
+    The compiler needs header files that not every installation has.
     """
     try:
         ones = mx.ones((2, 64), mx.bfloat16)

@@ -7,8 +7,7 @@ head, g a decay and b a beta. Each token computes
     S' = g S      u = b (v - S' k)      S = S' + u k^T      y = S q
 
 The rows of S are independent. So a warp keeps one row in registers for all tokens, and
-its lanes divide Dk among themselves. Sums are float32, and differ from the loop's by
-rounding.
+its lanes divide Dk among themselves. Results differ from the loop's by rounding.
 """
 
 import functools
@@ -103,8 +102,8 @@ class Steps:
 
     y: mx.array  # the output for each row, [batch, rows, heads, Dv]
     last: mx.array  # the state after all rows, [batch, heads, Dv, Dk]
-    inputs: tuple[mx.array, ...]  # q, k, v, g and beta of the rows
-    start: mx.array  # the state before the rows
+    inputs: tuple[mx.array, ...]
+    start: mx.array
 
     def after(self, keep: int) -> mx.array:
         """Return the state after `keep` rows, at least 1, in the dtype of `start`."""
@@ -124,11 +123,8 @@ def serves(q: mx.array, v: mx.array) -> bool:
 def run_steps(
     q: mx.array,  # [batch, rows, key heads, Dk], scaled
     k: mx.array,  # the same shape, normalized
-    # [batch, rows, heads, Dv]; with ratio = heads / key heads, key head h belongs to
-    # the `ratio` heads from h * ratio on
-    v: mx.array,
-    # Decays in [0, 1], [batch, rows, heads], or [batch, rows, heads, Dk]
-    g: mx.array,
+    v: mx.array,  # [batch, rows, heads, Dv], grouped by key head
+    g: mx.array,  # decays in [0, 1], [batch, rows, heads] or [batch, rows, heads, Dk]
     beta: mx.array,  # [batch, rows, heads]
     # The state before the block, [batch, heads, Dv, Dk]; None: zeros, float32
     state: mx.array | None = None,

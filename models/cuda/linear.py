@@ -9,8 +9,7 @@ keys and values, are multiplied together when the first of them is called. The o
 take their results when they are called, or compute their own products if their input is
 another array. If a result is not taken, its group is no longer multiplied together.
 
-Results differ from mlx's by rounding, just as cuBLASLt's results for several rows
-differ from those for single rows.
+Results differ from mlx's by rounding.
 """
 
 import functools
@@ -52,7 +51,7 @@ def half_weight(layer: Any, x: mx.array) -> Weight | None:
     if not 1 < x.size // width <= MOST_ROWS or width % 32:
         return None
     if weight.shape[-1] != width:
-        return None  # mlx raises the error
+        return None
     if x.dtype != weight.dtype or x.dtype not in HALVES:
         return None
     return Weight((weight,), 0)
@@ -84,7 +83,6 @@ _LAYERS: dict[type[nn.Module], _Way] = {
     nn.QuantizedLinear: _Way("__call__", quantized_weight),
     nn.Embedding: _Way("as_linear", half_weight),
     nn.QuantizedEmbedding: _Way("as_linear", quantized_weight),
-    # Parts of layers that are sharded over ranks.
     distributed.AllToShardedLinear: _Way("__call__", half_weight),
     distributed.QuantizedAllToShardedLinear: _Way("__call__", quantized_weight),
     distributed.ShardedToAllLinear: _Way("__call__", half_weight, summed=True),
@@ -103,7 +101,7 @@ class _Together:
 
     def class_of(self, kind: type[nn.Module]) -> type[nn.Module]:
         """Return the class for the layer that is called first."""
-        if kind not in self._classes:  # `kind` may have inner hooks
+        if kind not in self._classes:
             self._classes[kind] = _asking_of(kind, self)
         return self._classes[kind]
 
@@ -160,7 +158,6 @@ def _asking(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield groups of layers of one kind that mostly have the same input."""
     for _, module in model.named_modules():
         if not plain_class(module).__module__.startswith("mlx_lm.models."):
             continue

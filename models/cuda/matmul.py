@@ -11,9 +11,8 @@ weight and x, so a thread reads 16 adjacent bytes of k and uses them as two frag
 The warps of a block divide k among themselves, and add their sums in shared memory. The
 result of a row does not depend on the other rows.
 
-One kernel can multiply the weights of several layers with the same x. This is one
-operation to build and submit, and weights with few outputs leave no multiprocessor
-idle.
+One kernel can multiply the weights of several layers with the same x. So there is less
+to build and submit, and weights with few outputs leave no multiprocessor idle.
 
 Weights q of 4 bits become half floats by setting bits: 0x4300 | q is 128 + q in
 bfloat16, 0x6400 | q is 1024 + q in float16. With the scale s and the bias b of a group
@@ -33,7 +32,7 @@ import mlx.core as mx
 from mlx_speculation.models.cuda.kernel import Kernel
 
 WARPS = 8
-OUTPUTS = 16  # of one block
+OUTPUTS = 16
 TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 HALVES = tuple(TYPES)
 MOST_ROWS = 32
@@ -239,17 +238,12 @@ _FOUR_BITS = f"""
 
 
 class Weight(NamedTuple):
-    """A weight of a product, transposed.
+    """A weight of a product, transposed."""
 
-    Attributes:
-        arrays: [n, k] of the dtype of x; or the three of `mx.quantize` with 4 bits:
-            uint32 [n, k / 8], scales and biases of the dtype of x, [n, k / group].
-        group: the group size of the scales, 32, 64 or 128, which divides k; 0: the
-            weight is not quantized, and 32 divides k.
-    """
-
+    # [n, k] of the dtype of x; or the three of `mx.quantize` with 4 bits: uint32
+    # [n, k / 8], scales and biases of the dtype of x, [n, k / group]
     arrays: tuple[mx.array, ...]
-    group: int
+    group: int  # 32, 64 or 128, a divisor of k; 0: not quantized, and 32 divides k
 
 
 @functools.cache

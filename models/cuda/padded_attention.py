@@ -56,8 +56,7 @@ def attention(
 def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) -> Any:
     """Return the padded mask, bool [..., rows, keys], which hides the added keys.
 
-    Added rows see the first key, so that their results are not NaN. All layers of a
-    forward have the same mask, which is padded once.
+    Added rows see the first key, so that their results are not NaN.
     """
     done = forward_of_round().masks
     key = (id(mask), rows, count)

@@ -1,7 +1,6 @@
 """DFlash drafters: config.json, the module, loading.
 
 Later block drafters (`models.dflash2`, `models.dspark`) use parts of this package.
-`engine.drafters` has the drafter that runs such a head. Other heads are not known here.
 """
 
 from mlx_speculation.models.dflash.attention import (

@@ -42,7 +42,7 @@ class DFlashAttention(qwen3.Attention):
     def keys_values(self, rows: mx.array, offset: Any) -> tuple[mx.array, mx.array]:
         """Return keys and values of rows [batch, positions, dim].
 
-        `offset` is the position of the first row; an array has one position for each
+        `offset` is the first row's position, or an array with one position for each
         text.
         """
         keys = self.k_norm(by_head(self.k_proj(rows), self.n_kv_heads))

@@ -165,8 +165,7 @@ def own_keys(config: Config) -> Config:
 def stated_anchor(config: Config) -> Anchor | None:
     """Return the anchor that config.json states; None: it states none.
 
-    Files of speculators state it by the number of drafted tokens: the rows of a block,
-    or one less.
+    Files of speculators state it by the number of drafted tokens.
     """
     fields = own_keys(config)
     said = fields.get("sample_from_anchor")

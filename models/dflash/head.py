@@ -87,10 +87,7 @@ class DFlashHead(JoinedHead):
 
 
 class DFlash:
-    """A drafter on its target.
-
-    `layers` are the layers of the target to read, from 0; -1: the embeddings.
-    """
+    """A drafter that reads `layers` of its target, from 0; -1: the embeddings."""
 
     def __init__(
         self, head: DFlashHead, target: HiddenStates, layers: Sequence[int]

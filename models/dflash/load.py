@@ -87,8 +87,7 @@ def read_blocks(folder: Path, name: str) -> Weights:
     """Return the tensors of a block drafter, by the usual names.
 
     Raises:
-        ModelFolderError: there are no tensors, or the mask is not a token of the
-            vocabulary.
+        ModelFolderError: there are no tensors, or the mask is not a token.
     """
     extra = next(iter(folder.glob("mask_embedding*")), None)
     if extra is not None:

@@ -16,7 +16,7 @@ class DFlash2Settings:
     blocks: DFlashSettings
     taps: int  # see `BlockConvolution`
     group: int  # see `BlockConvolution`
-    rank: int  # of the selector
+    rank: int
     top: int  # candidates for each draft
     vocab: int | None  # ids from here on are no candidates; None: no such limit
     softcap: float | None  # the cap of logits; None: no cap is applied here

@@ -33,9 +33,9 @@ class BlockConvolution(nn.Module):
         conv(y)[i, c] = sum over t <= i of
                         (base[t, c] + delta[i, t, c // group]) * y[i - t, c]
 
-    Row i reads `taps` rows, itself included. Rows before the block count as 0. `group`
-    neighbouring channels share a delta. `delta` of both convolutions is a linear
-    function of the rows that `sides` takes.
+    Row i reads `taps` rows, itself included. `group` neighbouring channels share a
+    delta. A linear function of the rows that `sides` takes makes `delta` of both
+    convolutions.
     """
 
     def __init__(self, dim: int, taps: int, group: int) -> None:
@@ -96,8 +96,7 @@ class CandidateSelector(nn.Module):
         """Return the terms to add to candidates' logits, float32 [texts, candidates].
 
         `state` is the normed state of the draft's row, [texts, dim], `token` the
-        previous token, [texts]. `ids` are those of the candidates, uint32 [texts,
-        candidates].
+        previous token, [texts]. `ids` are the candidates, uint32 [texts, candidates].
         """
         mixed = self.predecessor_codebook[token] * self.hidden_projection(state)
         after = self.successor_codebook[ids].swapaxes(1, 2)
@@ -105,10 +104,7 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2Head(DFlashHead):
-    """The network of a DFlash2 drafter; `vocab` is the number of ids of the selector.
-
-    `width` and `ends` are those of `DFlashHead`.
-    """
+    """The network of a DFlash2 drafter; its selector knows `vocab` token ids."""
 
     def __init__(
         self, settings: DFlash2Settings, width: int, ends: OwnEnds, vocab: int
@@ -130,8 +126,8 @@ class DFlash2(DFlash):
         """Return the best ids of each draft, and their logits.
 
         `normed` has states after the norm, [texts, drafts, dim]. The ids, uint32, are
-        different and in no particular order. They and the logits, float32, are [texts,
-        drafts, candidates].
+        in no particular order. They and the logits, float32, are [texts, drafts,
+        candidates].
         """
         settings = self.head.selection
         logits = self._logits(normed).astype(mx.float32)

@@ -28,8 +28,7 @@ from mlx_speculation.models.dspark.heads import (
 class DSparkHead(DFlashHead):
     """The network of a DSpark drafter.
 
-    The Markov head knows `rows` token ids and makes `columns` logits. `width` and
-    `ends` are those of `DFlashHead`.
+    The Markov head knows `rows` token ids and makes `columns` logits.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ from mlx_speculation.models.dspark.config import Markov
 class MarkovHead(nn.Module):
     """Makes biases of logits from the previous token; for the kinds see the module.
 
-    `dim` is the size of the block's states, and `rank` that of the embeddings of `rows`
-    token ids. The logits have `columns` columns.
+    `dim` is the size of the block's states, and `rank` that of the embeddings.
     """
 
     def __init__(

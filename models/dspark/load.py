@@ -52,9 +52,7 @@ def load_dspark(
     anchor: Anchor | None = None,
     starts: Sequence[Sequence[int]] | None = None,
 ) -> Loaded:
-    """Load the DSpark drafter in a folder of its own; see `load_dflash`.
-
-    The folder has config.json and safetensors, or a GGUF file.
+    """Load the DSpark drafter in a folder or GGUF file of its own; see `load_dflash`.
 
     Raises:
         ModelFolderError: the drafter is of another kind or target, or not complete.

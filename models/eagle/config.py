@@ -55,7 +55,7 @@ class Masks:
 class EagleSettings:
     """An EAGLE-3 head's config.json."""
 
-    layer: llama.ModelArgs  # mlx-lm's arguments of the first decoder layer
+    layer: llama.ModelArgs
     target_dim: int  # the hidden size of the target
     draft_vocab: int | None  # size of the draft vocabulary; None: not stated
     norm_before_residual: bool  # whether the residual is the state after its norm
@@ -70,7 +70,7 @@ class EagleSettings:
     gemma: gemma4_text.ModelArgs | None = None  # None: the layer is not Gemma 4's
     # Sizes of latent attention (MLA), as in mlx-lm's Youtu-LLM; None: no MLA
     latents: dict[str, Any] | None = None
-    mask: Masks | None = None  # for a P-EAGLE head
+    mask: Masks | None = None
 
     def args_of(self, index: int) -> llama.ModelArgs:
         """Return the arguments of a layer."""
@@ -145,13 +145,11 @@ def _latents(fields: Config) -> dict[str, Any] | None:
     return {
         **{key: number(fields, key, NAME) for key in sizes},
         "q_lora_rank": number(fields, "q_lora_rank", NAME) if ranked else None,
-        # As in DeepSeek's own layers
         "rope_traditional": fields.get("rope_interleave") is not False,
     }
 
 
 def _masks(config: Config) -> Masks | None:
-    """Return the mask that config.json names; None: it names none."""
     named = [nested(config, "dflash_config", "mask_token_id")]
     named += [config.get(key) for key in _MASKS]
     result = next((token for token in named if token is not None), None)

@@ -78,8 +78,8 @@ class EagleHead(JoinedHead):
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
         """Return the head's input states [batch, positions, dim].
 
-        `outputs` are those of the target's layers that the head reads, in order, each
-        [batch, positions, target_dim].
+        `outputs` are those of the target's layers to read, each [batch, positions,
+        target_dim].
         """
         parts = [each.astype(self.dtype) for each in outputs]
         if "fc_norm" in self:
@@ -113,10 +113,9 @@ class EagleHead(JoinedHead):
 
 
 class Eagle(HeadOnTarget):
-    """A head on its target.
+    """A head on its target, of which it reads the outputs of `layers`.
 
     The input state at i is row i of `states`, or the recycled state of position i - 1.
-    `layers` are the layers of the target whose outputs the head reads.
     """
 
     def __init__(self, head: EagleHead, target: Ends, layers: Sequence[int]) -> None:

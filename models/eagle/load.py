@@ -1,8 +1,7 @@
 """Loading an EAGLE-3 or P-EAGLE head from its folder into a module.
 
-The names and shapes of the tensors decide whether the head has an embedding and an
-output layer of its own, norms before `fc` and biases, and whether it is quantized. The
-rest is read from config.json.
+The tensors decide whether the head has an embedding and an output layer of its own,
+norms before `fc` and biases, and whether it is quantized. config.json has the rest.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ class Centroids:
     """Settings of an output layer that scores only the tokens of a few groups."""
 
     groups: int  # the number of groups; all have equally many tokens
-    chosen: int  # the number of groups that are scored
+    chosen: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AssistantSettings:
     """The shape of an assistant."""
 
     target_dim: int  # the hidden size of its target
-    layers: gemma4_text.ModelArgs  # mlx-lm's arguments of its layers
+    layers: gemma4_text.ModelArgs
     centroids: Centroids | None  # None: the output layer scores every token
 
 
@@ -43,8 +43,7 @@ def read_assistant_settings(config: Config) -> AssistantSettings:
     """Read config.json.
 
     Raises:
-        ModelFolderError: the file is of another kind of model, or has unsupported
-            values.
+        ModelFolderError: a value is missing or not supported.
     """
     if not is_assistant(config):
         raise ModelFolderError(

@@ -79,10 +79,7 @@ def probe_anchor(
 
 
 def _whole(logits: mx.array, ids: mx.array | None, vocab: int) -> mx.array:
-    """Return logits [1, vocab] of all ids; unscored ids get the lowest logit minus 1.
-
-    Centroid heads with dense logits do the same.
-    """
+    """Return logits [1, vocab]; ids without a score get the lowest logit minus 1."""
     if ids is None:
         return logits[:, :vocab]
     least = logits.min(axis=-1, keepdims=True) - 1

@@ -1,8 +1,7 @@
 """The keys and values of a target that an assistant reads.
 
-For each kind of layer, sliding or full, an assistant reads the last cache of the target
-of this kind. Later layers have no cache: they share the keys and values of an earlier
-layer.
+For each kind of layer, sliding or full, an assistant reads the target's last cache of
+this kind. Later layers have no cache: they share an earlier layer's keys and values.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,8 +29,7 @@ class SharedKv:
     """Reads the target's caches for an assistant.
 
     Raises:
-        UnsupportedModelError: the target lacks a kind of layer that the assistant
-            reads, or keys and values that fit the assistant's queries.
+        UnsupportedModelError: the target's layers do not fit the assistant's.
     """
 
     def __init__(self, model: nn.Module, assistant: Assistant) -> None:
@@ -75,7 +73,7 @@ class SharedKv:
 
         The caller must drop the arrays before the target writes again. For each text,
         `places` has its row in the batch, `stops` how many positions are read, and
-        `seen` how many positions the target has been fed.
+        `seen` how many the target has been fed.
         """
         result = {}
         for kind, layer in self.places.items():
@@ -106,7 +104,6 @@ class SharedKv:
 
 
 def _of_texts(part: Any, places: list[int], cache: Any) -> mx.array:
-    """Return the keys or values of some texts, dequantized."""
     if isinstance(part, tuple):
         form: Any = {"group_size": cache.group_size, "bits": cache.bits}
         codes, scales, biases = (_of_texts(one, places, cache) for one in part)

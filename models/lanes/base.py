@@ -49,8 +49,8 @@ class RequestRound(Protocol):
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [requests, n]; return logits [requests, n, vocab], not evaluated.
 
-        The caller pads the rows of shorter requests on the right, with any token ids,
-        and keeps none of the padding.
+        The caller pads shorter rows on the right with any ids, and keeps none of the
+        padding.
         """
         ...
 
@@ -75,20 +75,13 @@ class RequestLane(Protocol):
     """A model, and caches of one or more requests.
 
     The methods that have a body here are for a lane of one request.
-
-    Attributes:
-        caches: a cache for each layer, with all requests; empty while a batch holds the
-            lane's request.
-        requests: the number of requests.
-        holder: the batch that holds the lane's request; None: the lane itself holds it.
-        part: the number of layers that a round submits at once; 0: all of them.
     """
 
     model: nn.Module
-    caches: list[Any]
-    requests: int
-    holder: "RequestLane | None" = None
-    part: int = 0
+    caches: list[Any]  # for each layer; empty while a batch holds the lane's request
+    requests: int  # the number of requests
+    holder: "RequestLane | None" = None  # the batch that holds the lane's request
+    part: int = 0  # the number of layers that a round submits at once; 0: all of them
 
     @property
     def nbytes(self) -> int:

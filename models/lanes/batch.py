@@ -127,8 +127,7 @@ class BatchLane(RequestLane):
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round, see `RequestLane`.
 
-        A round of one position has as many rows as the last round: cuDNN makes no plan
-        for it.
+        Rounds of one position need no padding to `size`: cuDNN makes no plan for them.
         """
         self._wide = count > 1
         size = self.size if self._wide else None
@@ -172,7 +171,7 @@ class BatchLane(RequestLane):
         order = [*live, *[live[0]] * (places - len(live))]
         if order != list(range(self.places)):
             indices = mx.array(order)
-            mx.eval(indices)  # every cache reads it
+            mx.eval(indices)
             for cache in self.caches:
                 cache.filter(indices)
             # Evaluated apart from the next forward: both together would need new CUDA

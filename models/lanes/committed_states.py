@@ -95,8 +95,7 @@ class CommittedStates:
     def after_chunk(self, method: Callback) -> None:
         """Set a bound method, held weakly, that is called after each chunk of a prompt.
 
-        The method should read and drop states, since the states of a long prompt are
-        large.
+        The method should drop states, since the states of a long prompt are large.
         """
         self._after_chunk = weakref.WeakMethod(method)  # no cycle around the caches
 

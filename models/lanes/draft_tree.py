@@ -8,7 +8,7 @@ Example: the root t, which is fed too, and nodes 0 to 3:
 Row i has the position offset + depths[i] and sees the committed rows, its ancestors and
 itself. The caches' views make the masks (`caches.types.tree_view`). Hooks on the
 layers' rotary embeddings apply the positions: they put the rows on the batch axis,
-where mlx's function takes an offset for each row (TensorFold and mlxcel do the same).
+where mlx's function takes an offset for each row.
 
 A model may use positions in other ways too. So `check_tree_model` feeds a model a tree
 and its paths, and refuses the model if rows differ.
@@ -185,9 +185,8 @@ class TreeHooks(Hooked):
 def check_tree_model(model: nn.Module, highest: int) -> None:
     """Refuse a model whose logits on a tree differ from those on the tree's paths.
 
-    The model, with `TreeHooks` on it, is fed 9 tokens and then a tree of 12 nodes. For
-    each path of the tree it is fed, with new caches, the same 9 tokens and then the
-    path as a chain. `highest` is the largest token id.
+    The model, with `TreeHooks` on it, is fed a tree, and each of its paths as a chain.
+    `highest` is the largest token id.
 
     Raises:
         UnsupportedCacheError: the model's caches cannot hold trees.

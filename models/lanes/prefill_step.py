@@ -16,8 +16,8 @@ def usual_prefill_step() -> int:
 class PrefillBudget:
     """Number of prompt tokens to read between rounds, in one chunk or several.
 
-    A chunk is never split to fit, since other ends of chunks may change the last bits
-    of results.
+    A chunk is never split to fit: other ends of chunks may change the results' last
+    bits.
     """
 
     def __init__(self, tokens: int) -> None:

@@ -1,8 +1,8 @@
 """Forwards that are run and rolled back, so that kernels and plans exist afterwards.
 
-On CUDA, kernels are loaded at their first use, and cuDNN plans attention for each pair
-of row count and key count that it has not met (`caches/types/padded_kv.py`), unless a
-kernel of `models/cuda` supports the head dimension.
+On CUDA, kernels are loaded at their first use, and cuDNN plans attention for each new
+pair of row count and key count (`caches/types/padded_kv.py`), unless a kernel of
+`models/cuda` supports the head dimension.
 """
 
 from collections.abc import Sequence

@@ -45,11 +45,7 @@ class RestorePoints:
         self._last = seen
 
     def due(self, seen: int, reach: int) -> bool:
-        """Return whether a point has to be taken before a round of `reach` tokens.
-
-        Otherwise the last point might be more than `cache.every` tokens away after the
-        round.
-        """
+        """Return whether a point has to be taken before a round of `reach` tokens."""
         return seen + reach - self._last > self._every and seen > self._last
 
     def resumed(self, seen: int) -> None:

@@ -145,7 +145,7 @@ class Lane(RequestLane):
         return room if self.shape is None else min(room, self.shape.room(end))
 
     def begin(self, count: int = 1, *, whole: bool = False) -> "LaneRound":
-        """Open a round, see `RequestLane`; here forwards are not padded to few shapes.
+        """Open a round, see `RequestLane`.
 
         Raises:
             InvalidRequestError: something else has written to the caches.
@@ -248,7 +248,7 @@ class LaneRound(RequestRound):
     def __init__(self, lane: Lane, *, whole: bool = False) -> None:
         self._lane, self._whole = lane, whole
         self._fed: list[mx.array] = []
-        self._width = 0  # tokens fed
+        self._width = 0
         self._taps = lane.taps if lane.follower is None else lane.follower.taps
         self._hidden = None if self._taps is None else self._taps.states()
         self._again: list[Speculation] = []
@@ -309,7 +309,7 @@ class LaneRound(RequestRound):
     def prepare(self, keep: Keep) -> None:
         """Do every step of `commit(keep)` that can fail."""
         keep = keep if isinstance(keep, int) else keep[0]
-        if self._whole or self.speculation.only_kv:  # nothing is run again
+        if self._whole or self.speculation.only_kv:
             self.speculation.prepare(keep)
         else:
             with noting_reruns() as ran:

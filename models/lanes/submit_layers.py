@@ -5,9 +5,9 @@ while the graph of the forward is built. If the forward is submitted after every
 layers, the first layers run meanwhile. Each submission costs time, so
 `SpeculativeGenerator.calibrate` finds the best number of layers by measurement.
 
-On a CPU mlx computes on a thread of its own, and `mx.async_eval` blocks once about a
-hundred operations wait. So there a plain step is submitted layer by layer. Rounds
-gained nothing from this with two cores (docs/log/rounds.md).
+On a CPU `mx.async_eval` blocks once about a hundred operations wait. So a plain step is
+submitted layer by layer. Rounds gained nothing from this with two cores
+(docs/log/rounds.md).
 """
 
 import functools
@@ -29,9 +29,8 @@ def usual_part() -> int:
     """Return how many layers a round submits at once if `calibrate` has not run.
 
     With CUDA it is all of them (0): by smaller parts, small and quantized models lose
-    as much as large models gain (docs/log/cuda_kernels.md). On Metal it is 8 layers:
-    other projects report a gain of 8 ms from parts of a few layers, and each command
-    buffer costs time.
+    as much as large models gain (docs/log/cuda_kernels.md). On Metal it is 8 layers,
+    since other projects report a gain from parts of a few layers.
     """
     return 0 if on_cpu() or cuda_serves() else 8
 

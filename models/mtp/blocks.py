@@ -54,10 +54,7 @@ def _module_of(args: Any) -> Any:
 
 
 def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
-    """Return a maker of one block; `layer` names a class in the target's module.
-
-    `changes` are changes of the target's arguments.
-    """
+    """Return a maker of one block of the class `layer`, with `changes` of arguments."""
 
     def build(args: Any, config: Config, k: int) -> list[Block]:
         kind, index = getattr(_module_of(args), layer), args.num_hidden_layers + k

@@ -140,9 +140,8 @@ class TreeRound:
     """Runs the nodes of a tree after the newest position, level by level.
 
     All nodes of a level have the same position. They attend to the committed positions,
-    to their ancestors and to themselves. `caches` already have the committed positions.
-    `logits` are those of the nodes that were run last, [nodes, vocab], at first the
-    root.
+    which `caches` already have, to their ancestors and to themselves. `logits` are
+    those of the nodes that were run last, [nodes, vocab], at first of the root.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class BatchHeadCache(HeadRows):
     def leave(self, stay: Sequence[int]) -> None:
         """Keep only these rows, at least one, in this order."""
         indices = mx.array(list(stay))
-        mx.eval(indices)  # once, since each cache reads it
+        mx.eval(indices)
         for cache in chain(*self.layers):
             cache.filter(indices)
         self.waiting = [

@@ -5,8 +5,8 @@ target's states and tokens and guesses that text. All combinations of the unknow
 are tried. A field keeps its usual value unless another is significantly better. The
 field `recycled` affects only the second drafted token, so it is decided last.
 
-Some converters leave a few norms in another form than the rest. So if the form is
-unknown and the head's agreement is not high, the probe also tries these mixed forms.
+Some converters leave a few norms in another form than the rest. The probe tries these
+mixed forms if the form is unknown and the head's agreement is not high.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,6 @@ from mlx_speculation.models.mtp.transforms import with_ones
 SECOND_DRAFTS = 8
 # If the agreement is at least this, norms in mixed forms are not tried.
 HIGH_AGREEMENT = 0.9
-# The values of the fields that the first drafted token can decide.
 _VALUES: Mapping[str, Sequence[Any]] = {
     "order": get_args(Order),
     "hidden": get_args(Side),
@@ -46,8 +45,7 @@ _MIXTURES = [
     for count in range(1, len(MIXED_NORMS) + 1)
     for names in combinations(MIXED_NORMS, count)
 ]
-# Mixed norms have to win by more than other fields: there are many candidates, and most
-# files store all norms in one form.
+# Mixed norms have to win by more than other fields, since there are many candidates.
 MIXTURE_CERTAINTY = 3.0  # standard errors
 MIXTURE_GAIN = 0.05  # nats
 
@@ -55,8 +53,7 @@ MIXTURE_GAIN = 0.05  # nats
 class HeadProbe:
     """Scores of one head on a text; the head keeps the convention that was tried last.
 
-    `stored` has the weights of the head's norms as they are in the files. `ends` is the
-    embedding and output layer of the head's target.
+    `stored` has the weights of the head's norms as they are stored.
     """
 
     def __init__(

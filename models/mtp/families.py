@@ -18,7 +18,6 @@ def _parts(begin: str, **names: str) -> Rules:
 
 
 _NAMES = {"proj": "eh_proj", "norm_e": "enorm", "norm_h": "hnorm"}
-# Arguments with which every layer has experts.
 _EXPERTS = {"first_k_dense_replace": 0, "moe_layer_freq": 1}
 _WHOLE_BLOCK: Rules = {"layers.{k}.": "layers.{k}.blocks.0."}
 

@@ -92,11 +92,11 @@ class Place:
     """Place of a tensor."""
 
     name: str | None  # its name in `MtpHead`; None: a copy that is not read
-    layer: int  # its layer in the head
+    layer: int
 
 
 def _pattern(begin: str) -> re.Pattern[str]:
-    return re.compile(re.escape(begin).replace(r"\{k\}", r"(\d+)"))  # cached by re
+    return re.compile(re.escape(begin).replace(r"\{k\}", r"(\d+)"))
 
 
 _WRAPPERS = re.compile(r"(?:(?:language_model|model|backbone|draft)\.)*")

@@ -1,8 +1,7 @@
 """Finding the tensors of an MTP head in a model folder.
 
 A head is in the shards of its target, or in a file beside them. Most conversions drop
-the head although config.json still declares it, so only the files' contents count. The
-search reads only the headers of files.
+the head although config.json still declares it, so only the files' contents count.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -166,7 +165,7 @@ def _held(
     trunk: int,
     *,
     bare: bool = False,  # whether names may lack their first part, "mtp."
-    split: bool = False,  # whether to use the family's `split_rules`
+    split: bool = False,
 ) -> dict[str, Stored]:
     """Return the tensors of a head in some files, by their names in `MtpHead`."""
     result: dict[str, Stored] = {}

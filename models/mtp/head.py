@@ -26,11 +26,11 @@ class MtpLayer(nn.Module):
 
     def __init__(
         self,
-        dim: int,  # the hidden size
-        eps: float,  # of the norms
+        dim: int,
+        eps: float,
         blocks: Sequence[Block],
         *,
-        order: str = "embedding_first",  # see `MtpConvention`
+        order: str = "embedding_first",
         final: bool = True,  # whether there is a norm after the blocks
         output: int | None = None,  # columns of its own output layer, if it has one
         embedding: int | None = None,  # rows of its own embedding, if it has one

@@ -48,16 +48,13 @@ def load_mtp_head(
 ) -> MtpHead:
     """Load the MTP head that belongs to a target.
 
-    On a Linux CPU the head is float32, dequantized where it was quantized.
+    `folder` is the target's, and `split` the head's own folder, if it has one. Without
+    `convention`, the convention is read from files or probed. In a probe the target
+    writes about 64 tokens, and the head guesses them under each possible convention.
+    The best one is used and saved. The probe uses `tokenizer`; None: it is read from
+    the folder.
 
-    Args:
-        folder: the target's folder.
-        model: the target.
-        convention: the head's training convention. None: it is read from files or
-            probed. In a probe the target writes about 64 tokens, and the head guesses
-            them under each possible convention. The best one is used and saved.
-        tokenizer: the target's, for the probe; None: read from the folder.
-        split: the head's own folder, if it is not in the target's.
+    On a Linux CPU the head is float32, dequantized where it was quantized.
 
     Raises:
         UnsupportedModelError: no heads are known for the target's family.

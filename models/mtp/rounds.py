@@ -36,17 +36,12 @@ Texts = Sequence[list[int]]
 
 
 class HeadRows:
-    """Contents of a head's caches.
+    """Contents of a head's caches."""
 
-    Attributes:
-        layers: the caches of each layer.
-        ends: for each layer and text, the next position to write.
-        waiting: for each layer, states of the previous layer at the positions from this
-            layer's end on, [texts, n, dim], padded; None: no positions wait.
-    """
-
-    layers: list[list[Any]]
-    ends: list[list[int]]
+    layers: list[list[Any]]  # the caches of each layer
+    ends: list[list[int]]  # for each layer and text, the next position to write
+    # For each layer, states of the previous layer at the positions from this layer's
+    # end on, [texts, n, dim], padded; None: no positions wait
     waiting: list[mx.array | None]
 
     @property
@@ -74,7 +69,7 @@ class HeadRound:
         texts     the known tokens
         stops     for each text, the end (exclusive) of the positions to write
 
-    For `whole` and `key_steps` see `Speculation`; `whole` is for one text only.
+    For `whole` (for one text only) and `key_steps` see `Speculation`.
     """
 
     def __init__(

@@ -25,23 +25,18 @@ _LESS = 1e-4  # the least difference of log-probability between a parent and a c
 
 
 class Level(NamedTuple):
-    """The nodes of one level that the head is to run.
+    """The nodes of one level that the head is to run."""
 
-    Attributes:
-        tokens: uint32 [1, nodes].
-        above: int32 [nodes], the index of each node's parent in the previous level; in
-            the first level all 0.
-        seen: bool [nodes, columns], whether a column is the node itself or an ancestor;
-            there is a column for each node run so far, these nodes included.
-    """
-
-    tokens: mx.array
+    tokens: mx.array  # uint32 [1, nodes]
+    # int32 [nodes], the index of each node's parent in the previous level; at first 0
     above: mx.array
+    # bool [nodes, columns], whether a column is the node or an ancestor; there is a
+    # column for each node run so far, these nodes included
     seen: mx.array
 
 
-# Takes a count, and returns the likeliest children of each node that was run last: ids,
-# uint32, and their log-probabilities, float32, both [nodes, count]
+# Takes a count. Returns the likeliest children of each node that was run last: their
+# ids, uint32, and log-probabilities, float32, both [nodes, count]
 Children = Callable[[int], tuple[mx.array, mx.array]]
 
 

@@ -33,8 +33,7 @@ from mlx_speculation.models.device_ops import Block, RunBlock
 from mlx_speculation.models.ops.dispatch import gated_delta_kernel
 from mlx_speculation.models.round_context import rows_differ
 
-# The largest block, in rows, in which products take less time than single steps. It is
-# twice the longest draft of a lookup.
+# The largest block, in rows, in which products take less time than single steps.
 LONGEST = 32
 
 
@@ -70,9 +69,7 @@ class Chunk:
 def run_chunk(
     q: mx.array,  # [batch, rows, key heads, Dk], scaled
     k: mx.array,  # the same shape, normalized
-    # [batch, rows, value heads, Dv]; key head h belongs to the `ratio` value heads from
-    # h * ratio on, where ratio is value heads / key heads
-    v: mx.array,
+    v: mx.array,  # [batch, rows, value heads, Dv], grouped by key head
     g: mx.array,  # decays in [0, 1], [batch, rows, value heads]
     beta: mx.array,  # [batch, rows, value heads]
     # Before the block, [batch, value heads, Dv, Dk]; None: zeros
@@ -171,7 +168,7 @@ def gated_delta_in_chunks(
 ) -> Block | None:
     """Run mlx-lm's `gated_delta_update` as a block; None: mlx-lm's code has to run."""
     kernel = gated_delta_kernel(q, v)
-    by_channel = a.ndim != b.ndim  # then a has one axis more
+    by_channel = a.ndim != b.ndim
     in_chunks = rows_differ(q.dtype) and not by_channel
     padded = mask is not None  # rows of a batch of mlx-lm
     if padded or not 1 < q.shape[1] <= LONGEST or not (kernel or in_chunks):

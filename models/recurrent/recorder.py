@@ -3,9 +3,7 @@
 A hooked mixer records each of its calls on the cache that is passed to the call: the
 arguments, and notes of its convolutions and scan. Only the caches of a `Speculation`
 record calls. Nothing is stored on the model, so generators and threads do not affect
-each other.
-
-There are three cases. Tests show that all of them equal plain decoding (tests/models):
+each other. There are three cases:
 
     notes complete       the state follows from the notes; projections do not run
     otherwise            the mixer runs again over its recorded inputs, and is counted

@@ -55,14 +55,13 @@ class Scan:
     """A function that turns inputs with positions and a state into the next state."""
 
     module: str
-    name: str  # in `module` and in the mixer's module
-    slot: int  # the cache's slot of the state
+    name: str
+    slot: int  # of the state in the cache
     # The argument of the state; the result's second item is the next state
     state: str
     rows: Mapping[str, int]  # the arguments with positions, and the axis of these
     called_in: str = "__call__"  # the method of the mixer that calls it
-    # Runs a block at once, with the arguments of the scan; returns None if the scan has
-    # to run
+    # Runs a block at once, with the scan's arguments, or returns None
     in_chunks: Callable[..., Block | None] | None = None
 
     @property
@@ -213,7 +212,7 @@ class ConvsAndScan:
     the first 3 are its old state. Its state after `keep` = 2 rows is rows [2, 5).
     """
 
-    convs: Mapping[str, int] = field(default_factory=dict)  # paths and slots
+    convs: Mapping[str, int] = field(default_factory=dict)  # path -> slot
     scan: Scan | None = None
     runs_again: bool = True
 
