@@ -4,10 +4,11 @@ A forward over a draft has at least two rows, and a batch's plain step has one r
 each text. In these forwards the linear layers of any model use the kernels. Prompts,
 single rows, other dtypes and other quantizations keep mlx's products.
 
-Layers of one module whose names show that they have the same input, such as queries,
-keys and values, are multiplied together when the first of them is called. The others
-take their results when they are called, or compute their own products if their input is
-another array. If a result is not taken, its group is no longer multiplied together.
+Layers of one module with the same input, such as queries, keys and values, are
+multiplied together when the first of them is called. Their names show that the input is
+the same. The other layers take their results when they are called, or compute their own
+products if their input is another array. If a result is not taken, its group is no
+longer multiplied together.
 
 Results differ from mlx's by rounding.
 """

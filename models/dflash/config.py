@@ -214,7 +214,7 @@ def layer_readings(
 
 
 def open_readings(config: Config) -> tuple[bool, bool]:
-    """Return whether config.json leaves its counting open, and whether its anchor.
+    """Return whether config.json leaves the counting of layers open, and the anchor.
 
     The library speculators takes a number in its lists as the layer below the one that
     other readers take. Readers also differ in the anchor if `sample_from_anchor` is

@@ -146,10 +146,7 @@ class DFlash:
         return self._logits(self.rows(context, token, caches, count))
 
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
-        """Return logits of the first draft after a token, [batch, 1, vocab].
-
-        `context` is the whole context before the token.
-        """
+        """Return logits of the first draft after all context, [batch, 1, vocab]."""
         return self.block(context, token, self.new_caches(), 1)
 
     def draft(

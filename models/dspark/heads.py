@@ -1,7 +1,6 @@
 """The Markov head of a DSpark drafter: each token adds a bias to the next one's logits.
 
-With e = W1[the previous token], g the block's state, and W2 from the rank to the
-logits:
+Let e = W1[the previous token], g the block's state, and W2 a projection to the logits:
 
     vanilla   W2 e
     gated     W2 (sigmoid(G [g | e] + b) * e)

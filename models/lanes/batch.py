@@ -16,8 +16,7 @@ the first row, and keep as many positions as that row. Their logits are not read
 
 The row of a request that has left stays until a request joins, the number of fed rows
 changes, or this row needs a larger buffer than all live rows. Without this, all caches
-would be copied whenever a request leaves, which takes as long as a round. Spare places
-take less than half of the memory and computing time of live rows.
+would be copied whenever a request leaves, which takes as long as a round.
 """
 
 from collections.abc import Sequence
@@ -154,7 +153,7 @@ class BatchLane(RequestLane):
 
     @property
     def fed_as(self) -> list[int]:
-        """The request whose tokens each place is fed; for spare places request 0."""
+        """The requests whose tokens the places are fed; request 0 for spare places."""
         result = [0] * self.places
         for row, place in enumerate(self.stand):
             result[place] = row
@@ -186,7 +185,7 @@ class BatchRound(RequestRound):
 
     def __init__(self, lane: BatchLane, count: int, *, whole: bool = False) -> None:
         self._lane, self._count, self._whole = lane, count, whole
-        # The request whose tokens each place is fed; None: place i is fed request i's.
+        # The request whose tokens each place gets; None: place i gets request i's.
         in_order = lane.stand == list(range(lane.places))
         self._fed_as = None if in_order else lane.fed_as
         self.speculation = Speculation(lane.caches, whole=whole)

@@ -19,9 +19,8 @@ def checked_quantization(
 ) -> KVQuantization | None:
     """Return the quantization of a request's caches; None: they are not quantized.
 
-    The check builds forwards over new caches, but does not evaluate them. Without
-    `caches` the model makes them. `reach` is the largest number of positions, of prompt
-    and text together.
+    The check builds forwards over new caches, but does not evaluate them. `reach` is
+    the largest number of positions, of prompt and text together.
 
     Raises:
         InvalidRequestError: a cache holds a window, which mlx-lm cannot quantize; mlx

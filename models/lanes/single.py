@@ -53,7 +53,7 @@ from mlx_speculation.models.shape_buckets import RowSizes
 
 COUNTED_EVERY = 64  # rounds; a count of bytes takes about ten microseconds a layer
 
-Replaced = list[tuple[int, Any]]
+Replaced = list[tuple[int, Any]]  # indices and old caches
 Sliding = Literal["slack", "native"]
 
 
@@ -238,12 +238,7 @@ class Lane(RequestLane):
 
 
 class LaneRound(RequestRound):
-    """A round of one request, see `RequestRound`.
-
-    Attributes:
-        start: how many positions the caches held at the beginning; None: unknown.
-        replaced: the index and the old cache of each cache that the commit quantized.
-    """
+    """A round of one request, see `RequestRound`."""
 
     def __init__(self, lane: Lane, *, whole: bool = False) -> None:
         self._lane, self._whole = lane, whole
@@ -266,11 +261,11 @@ class LaneRound(RequestRound):
                 rerun=rerun,
                 key_steps=lane.key_steps and not whole,
             )
-        self.start = self.speculation.start
+        self.start = self.speculation.start  # None: unknown
         self._committed = 0
         self._prepared: int | None = None
         self._mixers_ran = False
-        self.replaced: Replaced = []
+        self.replaced: Replaced = []  # caches that the commit quantized
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [n] or [1, n]; return logits [n, vocab] or [1, n, vocab]."""

@@ -6,7 +6,7 @@ state at position i with the token at position i + 1, and guesses the token at i
     x = proj([norm_e(embedding(t[i+1])) | norm_h(hidden[i])])
     y = blocks(x)                         decoder blocks with a cache of their own
     logits = output(final(y))
-    recycled = final(y) or y              by the convention: hidden of the next step
+    recycled = final(y) or y              by the convention; the next step's hidden
 
 Families differ in the names of tensors, in the blocks, and in the `MtpConvention`.
 """

@@ -116,7 +116,7 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
 
 
 def sidecar_names(folder: Path) -> set[str]:
-    """Return the names of tensors that mlx-lm would load from files of a head only."""
+    """Return the names of tensors that mlx-lm would load and only head files have."""
     names: set[str] = set()
     others: set[str] = set()
     for file in weight_files(folder):

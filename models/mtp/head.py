@@ -101,9 +101,9 @@ class MtpHead(nn.Module):
 class Mtp(HeadOnTarget):
     """A head on its target.
 
-    `ends` serves layers without an embedding or output layer of their own. The other
-    output layers are cut to the token ids `ids`, uint32 [n], and `ends` has to have
-    logits of the same ids. None: all ids.
+    `ends` serves layers without an embedding or output layer of their own. Output
+    layers of the head are cut to the token ids `ids`, uint32 [n], and the logits of
+    `ends` must have the same ids. None: all ids.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class HeadRows:
 
 
 class HeadRound:
-    """Writes to a head's caches, and undoes these writes until the next round writes.
+    """Writes to a head's caches, and can undo this until the next round writes.
 
     Arguments of its methods:
 

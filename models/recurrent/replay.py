@@ -130,7 +130,7 @@ class MixerCall:
 
     @property
     def complete(self) -> bool:
-        """Completeness of the notes: they have all calls that the recipe watches."""
+        """Return whether the notes have all calls that the recipe watches."""
         if self.recipe is None:
             return False
         watch = self.recipe.watch
