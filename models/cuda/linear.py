@@ -5,10 +5,10 @@ each text. In these forwards the linear layers of any model use the kernels. Pro
 single rows, other dtypes and other quantizations keep mlx's products.
 
 Layers of one module with the same input, such as queries, keys and values, are
-multiplied together when the first of them is called. Their names show that the input is
-the same. The other layers take their results when they are called, or compute their own
-products if their input is another array. If a result is not taken, its group is no
-longer multiplied together.
+multiplied together when the first of them is called. The layers' names show that the
+input is the same. The other layers take their results when they are called, or compute
+their own products if their input is another array. If a result is not taken, its group
+is no longer multiplied together.
 
 Results differ from mlx's by rounding.
 """

@@ -1,4 +1,4 @@
-"""The network of a DFlash drafter, alone and with its target; it drafts whole blocks.
+"""The network of a block drafter (DFlash), alone and with its target.
 
     context = hidden_norm(fc([outputs of target layers]))     of committed positions
     x = embedding([t_n, mask, mask, ...])                     at positions n, n + 1, ...

@@ -123,11 +123,10 @@ class DFlash2(DFlash):
     head: DFlash2Head
 
     def candidates(self, normed: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the best ids of each draft, and their logits.
+        """Return the best ids of each draft, uint32, and their logits, float32.
 
-        `normed` has states after the norm, [texts, drafts, dim]. The ids, uint32, are
-        in no particular order. They and the logits, float32, are [texts, drafts,
-        candidates].
+        Both are [texts, drafts, candidates], in no particular order. `normed` has
+        states after the norm, [texts, drafts, dim].
         """
         settings = self.head.selection
         logits = self._logits(normed).astype(mx.float32)

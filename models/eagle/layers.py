@@ -3,8 +3,8 @@
     x = g + attention([norm(E[t]) | norm(g)])
     x = x + mlp(norm(x))
 
-Later layers are plain. Qwen 3's layers have norms of the queries and keys of each head.
-Others, such as OLMo 2's, have one norm over all heads together. Latent attention
+Later layers are plain. Layers like Qwen 3's have norms of the queries and keys of each
+head. Layers like OLMo 2's have one norm over all heads together. Latent attention
 (DeepSeek's MLA) is Youtu-LLM's, whose cache holds whole keys and values.
 """
 

@@ -1,8 +1,8 @@
 """P-EAGLE: an EAGLE-3 head that drafts all tokens in one forward (arXiv 2602.01469).
 
 The newest pair of states and token gives the first drafted token (see `head`). A masked
-position follows for each further token. Its token is a mask, and a trained state stands
-for the target's hidden states and passes through the same `fc`:
+position follows for each further token. A masked position has a mask as its token. In
+place of the target's hidden states a trained state passes through the same `fc`:
 
     positions m .. n-1    pairs committed since the last draft; the last one gives d_1
     positions n, n+1      (fc(mask_hidden), mask) give d_2 and d_3

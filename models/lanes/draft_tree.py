@@ -6,9 +6,9 @@ Example: the root t, which is fed too, and nodes 0 to 3:
        └─ 2 ─── 3        parents   -  t  0  t  2      depths  0  1  2  1  2
 
 Row i has the position offset + depths[i] and sees the committed rows, its ancestors and
-itself. The caches' views make the masks (`caches.types.tree_view`). Hooks on the
-layers' rotary embeddings apply the positions: they put the rows on the batch axis,
-where mlx's function takes an offset for each row.
+itself. The caches' views make the masks (`caches.types.tree_view`). Hooks on rotary
+embeddings apply the positions: the hooks put the rows on the batch axis, where mlx's
+function takes an offset for each row.
 
 A model may use positions in other ways too. So `check_tree_model` feeds a model a tree
 and its paths, and refuses the model if rows differ.

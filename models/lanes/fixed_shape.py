@@ -2,9 +2,9 @@
 
 In exact mode every forward has the same number of rows, and reads keys in views whose
 size depends on the position alone (`caches/types/fixed_view.py`). A row's bits then
-depend only on the tokens up to it, if the model asks its caches for masks, applies them
-to everything that `update_and_fetch` returns, and computes nothing else that depends on
-the padding. Only a trial shows this: tests/models/lanes/test_fixed_shape.py.
+depend only on the tokens up to this row, if the model applies the masks of its caches
+to all that `update_and_fetch` returns, and computes nothing else that depends on the
+padding. Only a trial shows this: tests/models/lanes/test_fixed_shape.py.
 """
 
 import mlx.nn as nn
@@ -38,8 +38,7 @@ def check_fixed_shape(model: nn.Module) -> None:
     """Refuse a model that was not tried in exact mode, or failed.
 
     Raises:
-        UnsupportedModelError: it was not tried or failed, or a mixer's source has
-            changed.
+        UnsupportedModelError: the model is refused, or a mixer's source has changed.
     """
     if not is_one_of(model, TRIED):
         package, _, name = type(model).__module__.rpartition(".")

@@ -200,9 +200,9 @@ class Lane(RequestLane):
         error leaves the caches at the end of the last finished chunk. If the rest is
         fed later, chunks end at the same places.
 
-        `each` is called with every chunk and its evaluated hidden states, once the
-        chunk is kept. It needs `taps`. `fits` is called with the length of every chunk
-        before it is fed. If it returns False, feeding ends.
+        `each` is called with every kept chunk and the chunk's evaluated hidden states,
+        and needs `taps`. `fits` is called with the length of every chunk before the
+        chunk is fed. If `fits` returns False, feeding ends.
         """
         check_positions(len(tokens), self._unknown + self.seen, self.positions)
         start, step = 0, step or self.prefill_step

@@ -139,9 +139,10 @@ class MtpCache(HeadCache):
 class TreeRound:
     """Runs the nodes of a tree after the newest position, level by level.
 
-    All nodes of a level have the same position. They attend to the committed positions,
-    which `caches` already have, to their ancestors and to themselves. `logits` are
-    those of the nodes that were run last, [nodes, vocab], at first of the root.
+    All nodes of a level have the same position. Nodes attend to the committed
+    positions, which `caches` already have, to their ancestors and to themselves.
+    `logits` are those of the nodes that were run last, [nodes, vocab], at first of the
+    root.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class HeadFiles:
         return 1 + max(int(name.split(".")[1]) for name in self.tensors)
 
     def read(self) -> dict[str, mx.array]:
-        """Return the tensors by their names in `MtpHead`; they are loaded lazily."""
+        """Return the tensors by their names in `MtpHead`, loaded lazily."""
         files: dict[Path, dict[str, str]] = {}
         for name, stored in self.tensors.items():
             files.setdefault(stored.file, {})[name] = stored.name

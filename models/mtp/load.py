@@ -50,9 +50,10 @@ class FoundHead:
     def norms(self) -> Norms | None:
         """Form in which its norms are stored; None: unknown.
 
-        An original checkpoint of a `plus_one` family has the form "plus_one". It is
-        recognized by convolutions [channels, 1, kernel] (Qwen) or by names that
-        conversions change (Step). In other files only a flag tells the form.
+        An original checkpoint of a `plus_one` family has the form "plus_one".
+        Convolutions [channels, 1, kernel] (Qwen) or names that conversions change
+        (Step) show that a checkpoint is original. In other files only a flag tells the
+        form.
         """
         converted = self.split is not None and _of_mlx(self.split)
         if converted or not self.family.plus_one:

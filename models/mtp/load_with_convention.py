@@ -51,8 +51,8 @@ def load_mtp_head(
     `folder` is the target's, and `split` the head's own folder, if it has one. Without
     `convention`, the convention is read from files or probed. In a probe the target
     writes about 64 tokens, and the head guesses them under each possible convention.
-    The best one is used and saved. The probe uses `tokenizer`; None: it is read from
-    the folder.
+    The best one is used and saved. The probe uses `tokenizer`, or the one in the
+    folder.
 
     On a Linux CPU the head is float32, dequantized where it was quantized.
 

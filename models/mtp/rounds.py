@@ -14,11 +14,11 @@ these positions wait for the next round:
     run                           3 to 5             2 to 5; 5 reads a drafted token
     kept                          3 to 5             2 to 4; 5 waits
 
-Texts differ in the number of positions to write. They are fed together, with shorter
+Texts differ in the number of positions to write. All texts are fed together, with short
 rows padded on the right. In a chain each layer runs once over all positions. Other
 heads first feed all positions but each text's last, and then draft from the last one.
 Padding comes after the positions of its forward, and is dropped before the next
-forward. So it is never attended to.
+forward. So no position attends to padding.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 At each level the head runs the likeliest nodes, and each of them gets its likeliest
 children. The probability of a node is the product along its path. The tree consists of
-the likeliest nodes of all levels. It is connected, since a node is never likelier than
-its parent:
+the likeliest nodes of all levels. The tree is connected, since a node is never likelier
+than its parent:
 
     level 1     a .6   b .3                  children of the root
     level 2     ac .5  ad .1   be .2  bf .1  children of a and b; ac and be are run
@@ -45,9 +45,9 @@ def grow(
 ) -> tuple[mx.array, mx.array]:
     """Grow a tree of `nodes` nodes, at least 2, and at most `levels` levels.
 
-    `children` is called for the root, and after each level that `run` has run. Returned
-    are the tokens, uint32 [nodes], or fewer if the levels have fewer candidates, and
-    the index of each node's parent, int32 [nodes], smaller than the node's own. -1 is
+    `children` is called for the root, and after each level that `run` has run. The
+    result has the tokens, uint32 [nodes] (fewer if the levels have fewer candidates),
+    and for each node the index of its parent, int32, smaller than the node's own; -1 is
     the root.
     """
     beam = min(BEAM, nodes)

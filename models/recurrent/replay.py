@@ -209,7 +209,7 @@ class ConvsAndScan:
     """Causal convolutions, each with a slot, and a scan; or convolutions alone.
 
     Example: K = 4 and a block of 5 rows. The convolution's input has 3 + 5 rows, and
-    the first 3 are its old state. Its state after `keep` = 2 rows is rows [2, 5).
+    the first 3 are the old state. The state after `keep` = 2 rows is rows [2, 5).
     """
 
     convs: Mapping[str, int] = field(default_factory=dict)  # path -> slot
@@ -273,7 +273,7 @@ class RgLru:
 class LastKeyAndValue:
     """An attention that mixes each raw key and value with the previous one.
 
-    Its call also writes keys and values to another cache, so it cannot run again.
+    The attention also writes keys and values to another cache, so it cannot run again.
     """
 
     method: str
