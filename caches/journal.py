@@ -1,9 +1,4 @@
-"""The journal of one cache during a speculation.
-
-A journal presents one leaf cache (any cache but a `CacheList`) to the model, and can
-keep a prefix of what the model wrote, or undo all of it. It knows nothing about other
-caches, the model or the text; `Speculation` keeps the journals of all layers in step.
-"""
+"""The protocol of a journal: the undo log of one cache during a speculation."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +8,7 @@ Keep = int | Sequence[int]  # one number for all rows of the batch, or one per r
 
 @runtime_checkable
 class Journal(Protocol):
-    """Undo log of one leaf cache.
+    """Undo log of one leaf cache (any cache but a `CacheList`).
 
     The model first writes to `presented`, in any number of forwards. Then either
     `prepare(keep)` and `commit(keep)` are called, or `rollback()`. After a commit and

@@ -67,10 +67,8 @@ def check_written(
 ) -> int | None:
     """Check `keep` against what each layer wrote; return the number of positions.
 
-    Args:
-        keep: one number, or one for each row.
-        each: number of positions that each layer wrote; None: unknown.
-        whole: whether only all or nothing may be kept.
+    `each` has the number of positions that each layer wrote; None: unknown. With
+    `whole`, only all or nothing may be kept.
     """
     written = max((count for count in each if count is not None), default=None)
     _check_range(keep, written)

@@ -7,8 +7,8 @@ decoding, so no round may write rows on both sides of position `start`:
     start = 8, the caches hold 5      rows 5, 6 and 7 see plain keys: feed at most 3
     the caches hold 8                 they are replaced; later rows see quantized keys
 
-The old cache objects do not change. So a round can be undone after the replacement, by
-putting the old objects back and rolling them back.
+The old cache objects do not change. To undo a round after the replacement, put the old
+objects back and roll them back.
 """
 
 from collections.abc import Sequence

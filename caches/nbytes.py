@@ -1,8 +1,8 @@
 """The arrays that caches, journals and drafters hold, and their bytes.
 
 The bytes are those of whole arrays, free rows included. An array that occurs twice
-counts once. A lazy array counts as the bytes that it will have when it is evaluated.
-The weights of models do not count.
+counts once. A lazy array counts as if it were evaluated. The weights of models do not
+count.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def arrays_in(*things: Any) -> dict[int, mx.array]:
 
 
 def array_bytes(*things: Any) -> int:
-    """Return the bytes of all arrays in `things`; see `arrays_in`."""
+    """Return the bytes of all arrays in `things`."""
     return sum(array.nbytes for array in arrays_in(*things).values())
 
 

@@ -1,8 +1,8 @@
 """Registry of cache kinds and their journals.
 
-A `CacheList` has no journal; each of its members has one, as a layer's cache does. The
-class of a cache has to be in the registry itself: a subclass may write in a way that
-its base class's journal does not record, so subclasses are refused like unknown kinds.
+A `CacheList` has no journal; each of its members has one. The class of a cache has to
+be in the registry itself: a subclass may write in a way that its base class's journal
+does not record, so subclasses are refused like unknown kinds.
 """
 
 from collections.abc import Callable, Iterator, Sequence

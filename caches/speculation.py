@@ -4,10 +4,9 @@
         logits = model(tokens, cache=speculation.caches)   # say, 5 rows
         speculation.commit(3)                              # the first 3 stay
 
-Leaving the block without a commit rolls back, with or without an exception. The
-layers of a model share masks and positions, so all of them keep the same positions:
-`commit` checks every layer before it changes the first one. For batch caches,
-`commit([3, 0, 5])` keeps 3, 0 and 5 positions of rows 0, 1 and 2.
+Leaving the block without a commit rolls back. All layers of a model keep the same
+positions, since they share masks and positions. For batch caches, `commit([3, 0, 5])`
+keeps 3, 0 and 5 positions of rows 0, 1 and 2.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,18 +55,16 @@ class Speculation:
             layers, `keep` cannot be checked, and any number but 0 keeps all.
         rerun: function that feeds the model the first n tokens of this round again. If
             a recurrent layer's mixer records nothing, a commit of a part rolls
-            everything back and calls `rerun(keep)`, which costs one more forward.
-        isolated: leave `caches` (the live caches) unchanged until the commit: the model
-            writes to copies, and `commit` gives the kept part to the live caches. The
-            first write copies every buffer; see `caches/journals/isolated.py`.
-        key_steps: pad the keys that the model sees to whole steps of rows where this is
-            faster, see `caches/types/padded_kv.py`; only for models that were tested
-            with padded keys. Has no effect with `isolated`.
-        shape: shape of the one forward of this round, in exact mode. The model sees
-            keys in views whose size depends on the position alone, see
+            everything back and calls `rerun(keep)`.
+        isolated: let the model write to copies; `commit` gives the kept part to
+            `caches`. The first write copies every buffer.
+        key_steps: pad the keys to whole steps of rows where this is faster, see
+            `caches/types/padded_kv.py`. Only for models that were tested with padded
+            keys. Has no effect with `isolated`.
+        shape: shape of the one forward of this round in exact mode, see
             `caches/types/fixed_view.py`. The model is fed `shape.rows` rows; padding
-            rows are undone like rejected drafts. Cannot be combined with `whole`,
-            `isolated` or `key_steps`.
+            rows are undone like rejected drafts. Excludes `whole`, `isolated` and
+            `key_steps`.
 
     Attributes:
         open: whether the speculation is neither committed nor rolled back.
@@ -75,9 +72,9 @@ class Speculation:
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or, with `isolated`, it
-            holds a value that cannot be copied; nothing was changed.
+            holds a value that cannot be copied.
         InvalidRequestError: one cache object is in two places, there is no cache, or
-            `shape` was passed with an option that excludes it.
+            `shape` was passed with an option that it excludes.
     """
 
     def __init__(
@@ -145,7 +142,7 @@ class Speculation:
 
     @property
     def start(self) -> int | None:
-        """Positions in the caches, if read before the first write; see `position`."""
+        """Positions in the caches, if read before the first write; None: unknown."""
         if self._unopened is not None:
             return self._unopened.start
         return position(self._live)
@@ -158,20 +155,14 @@ class Speculation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays in the journals that are not also in the live caches.
-
-        Can be read until the commit.
-        """
+        """Bytes of journals' arrays that live caches lack; valid until the commit."""
         return bytes_beside(self._leaves, self._live)
 
     def move(self, rows: Sequence[int]) -> None:
         """Move these rows before the other written rows, so that they are a prefix.
 
-        Can be called after one forward that was fed a tree, before `prepare`. Rolling
-        back undoes the move too.
-
-        Args:
-            rows: indices among the written rows, in rising order.
+        `rows` are indices among the written rows, in rising order. Can be called after
+        one forward that was fed a tree, before `prepare`. A rollback undoes the move.
 
         Raises:
             InvalidRequestError: the rows are not in order, or not all written, or the
@@ -245,10 +236,9 @@ class Speculation:
     def commit(self, keep: Keep) -> None:
         """Keep the first `keep` positions written, and close the speculation.
 
-        A list has a number for each row of batch caches. Everything is checked before
-        anything changes, and the errors are those of `prepare`. After `prepare(keep)`,
-        `commit(keep)` does not fail unless the model has to run again. In this case
-        everything is rolled back first, and stays so if the new forward fails.
+        A list has a number for each row of batch caches. The errors are those of
+        `prepare`; they are raised before anything changes. After `prepare(keep)`, only
+        `rerun` can fail. Everything then stays rolled back.
         """
         if not self.open:
             self._refuse("commit")
@@ -272,8 +262,7 @@ class Speculation:
     def rollback(self) -> None:
         """Restore every cache as it was at the start, and close. Never raises.
 
-        After a commit and before any other write, this undoes the commit. A commit that
-        ran the model again cannot be undone.
+        Before any other write, this also undoes a commit that did not call `rerun`.
         """
         for journal in self._leaves:
             journal.rollback()

@@ -14,7 +14,7 @@
     noise           random numbers by seed and position
     constraints     schemas and grammars
 
-This package works on arrays. It does not know models, caches or text.
+This package does not know models, caches or text.
 """
 
 from mlx_speculation.samplers.acceptance import (

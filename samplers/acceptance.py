@@ -19,36 +19,27 @@ import mlx.core as mx
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Proposed tokens, and the distribution that each was drawn from.
+    """Proposed tokens, and the distribution that each was drawn from."""
 
-    Attributes:
-        tokens: uint32 [rows].
-        probs: float32 [rows, ids], the exact distribution of each draw, by which the
-            target accepts or rejects; None if the tokens were chosen without noise, or
-            with the target's own noise (keyed choice).
-    """
-
-    tokens: mx.array
+    tokens: mx.array  # uint32 [rows]
+    # float32 [rows, ids], the exact distribution of each draw, by which the target
+    # accepts or rejects; None if the tokens were chosen without noise, or with the
+    # target's own noise (keyed choice)
     probs: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """The target's decision on k drafted tokens, lazy.
+    """The target's decision on k drafted tokens, lazy."""
 
-    Attributes:
-        tokens: uint32 [k + 1]. The first `accepted + 1` are the accepted tokens and
-            the correction or bonus; later ones mean nothing.
-        accepted: the number of accepted tokens, int32 []; None if nothing was drafted.
-        normalizers: [k + 1], not finite in rows where no token can be chosen; the
-            rows' `peaks` if no log-probabilities are asked for.
-        log_probs: those of `tokens` and the most probable ids; None if not asked for.
-    """
-
+    # uint32 [k + 1]: `accepted` tokens and the correction or bonus; later ones mean
+    # nothing
     tokens: mx.array
-    accepted: mx.array | None
+    accepted: mx.array | None  # int32 []; None if nothing was drafted
+    # [k + 1], not finite in rows where no token can be chosen; the rows' `peaks` if no
+    # log-probabilities are asked for
     normalizers: mx.array
-    log_probs: "LogProbs | None" = None
+    log_probs: "LogProbs | None" = None  # None if not asked for
 
     @property
     def first(self) -> "Verified":
@@ -146,14 +137,9 @@ def count_accepted(
     The emitted tokens are always `choices[: accepted + 1]`, so the draft cannot change
     the text.
 
-    Args:
-        drafted: uint32 [..., k].
-        choices: uint32 [..., k + 1], the target's choice in each row.
-        counts: integers [...], how many tokens were drafted; the rest of k is padding.
-            None: k tokens, without padding.
-
-    Returns:
-        int32 [...], from 0 to k.
+    `drafted` is uint32 [..., k], `choices` uint32 [..., k + 1], and the result int32
+    [...]. `counts` [...] says how many tokens were drafted, if the rest of k is
+    padding.
     """
     agree = drafted == choices[..., :-1]
     if counts is not None:
@@ -163,20 +149,20 @@ def count_accepted(
 
 
 def normalizers(logits: mx.array) -> mx.array:
-    """Return the logsumexp of each row: logits minus logsumexp are log-probabilities.
+    """Return the logsumexp of each row: [rows, vocab] to [rows], of the logits' dtype.
 
-    The logsumexp also shows whether a token can be chosen: it is not finite if the row
-    holds a NaN or plus infinity, or only minus infinity. The largest logit does not:
-    on some devices it ignores a NaN. [rows, vocab] to [rows], of the logits' dtype.
+    It is not finite if no token can be chosen: the row holds a NaN or plus infinity, or
+    only minus infinity. The largest logit does not show this: on some devices it
+    ignores a NaN.
     """
     return mx.logsumexp(logits, axis=-1)
 
 
 def peaks(logits: mx.array) -> mx.array:
-    """Return the largest logit of each row: finite exactly if the normalizer is.
+    """Return the largest logit of each row: [rows, vocab] to [rows].
 
-    So this also shows whether a token can be chosen, on a CPU in a fifth of the time,
-    as exponentials are slow there. [rows, vocab] to [rows]; NaN if the row holds a NaN.
+    It is NaN if the row holds a NaN, and finite exactly if the normalizer is. On a CPU
+    it takes a fifth of the time.
     """
     largest = logits.max(axis=-1)
     if mx.default_device() == mx.cpu or mx.cuda.is_available():

@@ -1,8 +1,7 @@
 """Choice of tokens from logits: equal rows, positions and seed give equal tokens.
 
-Greedy choice is the case of temperature 0. A chooser belongs to one request. Choosing a
-token changes no state but that of the user's processors; `logits.processors` describes
-how their state is restored.
+A chooser belongs to one request. Choosing a token changes no state but that of the
+user's processors.
 """
 
 from collections.abc import Sequence
@@ -59,31 +58,22 @@ class Chooser:
         self._xtc = stream_key(sampling.seed, XTC)
 
     def for_drafts(self) -> "Chooser":
-        """Return a chooser for drafts, with the draft temperature and the same noise.
-
-        Both choosers share the noise object, so that its blocks are drawn once.
-        """
+        """Return a chooser with the draft temperature and the same noise."""
         if self.sampling.for_drafts is self.sampling:
             return self
-        other = copy(self)
+        other = copy(self)  # shares the noise object, so that blocks are drawn once
         other.sampling = self.sampling.for_drafts
         other.greedy = other.sampling.greedy
         return other
 
     def in_fixed_shape(self, rows: int) -> "Chooser":
-        """Return a chooser that pads filters and log-probabilities to `rows` rows.
-
-        The new chooser shares the processor and noise objects with this chooser.
-        """
+        """Return a chooser that pads filters and log-probabilities to `rows` rows."""
         other = copy(self)
         other._rows = rows
         return other
 
     def filled_up(self, rows: mx.array) -> mx.array:
-        """Pad an array [n, ...] to the number of rows of `in_fixed_shape`.
-
-        The padding repeats the last row; the caller cuts it off again.
-        """
+        """Pad [n, ...] to the rows of `in_fixed_shape`, by repeating the last row."""
         missing = 0 if self._rows is None else self._rows - len(rows)
         if missing <= 0:
             return rows
@@ -91,10 +81,7 @@ class Chooser:
         return mx.concatenate([rows, more])
 
     def choose(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Choose one token per row, uint32 [rows]. Needs `processors.parallel`.
-
-        Columns at and past `limit` are ignored.
-        """
+        """Choose one token per row, uint32 [rows]. Needs `processors.parallel`."""
         return self.pick(self.processed(logits, rows), rows)
 
     def pick(self, processed: mx.array, rows: Rows) -> mx.array:
@@ -116,11 +103,7 @@ class Chooser:
         return log_probs + noise
 
     def log_probs(self, processed: mx.array, rows: Rows) -> mx.array:
-        """Return the filtered, tempered log-probabilities, float32, unnormalized.
-
-        XTC's coins depend on the seed and the position alone. So draft, target and
-        every later round have the same coins, and the same distribution, at a position.
-        """
+        """Return the filtered, tempered log-probabilities, float32, unnormalized."""
         thrown = self.coins(rows.positions)
         if self._rows is None or not self.sampling.filters:
             return tempered(processed, self.sampling, thrown)
@@ -129,7 +112,11 @@ class Chooser:
         return result[: len(processed)]
 
     def coins(self, positions: Sequence[int]) -> mx.array | None:
-        """Return XTC's coins of these positions, float32 [rows]; None: XTC is off."""
+        """Return XTC's coins of these positions, float32 [rows]; None: XTC is off.
+
+        They depend on the seed and the position alone, so draft, target and later
+        rounds have the same distribution at a position.
+        """
         if self.sampling.xtc_probability == 0:
             return None
         return coins(position_keys(self._xtc, mx.array(list(positions))))
@@ -145,7 +132,7 @@ class Chooser:
 
         The result is [rows, ids], with `limit` ids, or fewer if the logits have fewer.
         Needs `processors.parallel`, except with `for_draft`: serial processors are then
-        skipped, and no processor's state changes; see `Processors.for_draft`.
+        skipped, and no processor's state changes.
         """
         if self.processors.active:
             processors = self.processors
@@ -170,10 +157,8 @@ def tempered(
 ) -> mx.array:
     """Return filtered, tempered log-probabilities, float32, unnormalized.
 
-    Args:
-        processed: logits [rows, ids] after processors.
-        sampling: the options of all rows.
-        thrown: float32 [rows], XTC's coins; None if XTC is off.
+    `processed` are logits [rows, ids] after processors, and `thrown` XTC's coins,
+    float32 [rows], or None if XTC is off.
     """
     logits = processed.astype(mx.float32)
     if sampling.filters:

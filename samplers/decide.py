@@ -3,9 +3,9 @@
 The logits of a batch are [requests, n, vocab]: a request has one row for its last known
 token and one for each drafted token, and is padded to n rows. One call decides all
 requests that differ in seed, position and mask only: greedy requests, and requests with
-equal options, no processors, and noise that depends only on seed and position. Each row
-decides its token alone, so the result is the same to the last bit as for one request.
-All other requests are decided one after the other, in the same evaluation.
+equal options, no processors, and noise that depends only on seed and position. The
+result is the same to the last bit as for one request. All other requests are decided
+one after the other, in the same evaluation.
 
 This module evaluates no array and reads none.
 """
@@ -49,10 +49,8 @@ def decide(
 ) -> Decided:
     """Decide for every request.
 
-    Args:
-        requests: the inputs of each request.
-        logits: [requests, n, vocab] of the target; padding follows a request's rows.
-        drafted: uint32 [requests, n - 1], padded with any tokens; None for n = 1.
+    `logits` are the target's [requests, n, vocab]; padding follows a request's rows.
+    `drafted` is uint32 [requests, n - 1], padded with any tokens; None for n = 1.
     """
     groups: list[Group] = []
     failed: dict[int, Exception] = {}
@@ -98,7 +96,7 @@ def propose_all(
         positions: the position of the token that each request chooses.
         logits: [requests, vocab] of a draft, or [requests, n] with `ids`.
         ids: uint32 [n], the token ids of the columns, for a draft with a reduced
-            vocabulary; see `Verifier.propose`.
+            vocabulary.
     """
     if ids is not None:
         logits = spread(logits, ids, requests[0].verifier.chooser.width)
@@ -151,7 +149,6 @@ def _together(
     logits: mx.array,
     drafted: mx.array | None,
 ) -> Group:
-    """Decide for requests that differ in seed, position and mask only."""
     if len(members) < len(requests):
         requests, places = [requests[index] for index in members], mx.array(members)
         logits = logits[places]
@@ -200,10 +197,9 @@ def _picked(
 ) -> mx.array:
     """Return the ids with the largest scores, uint32 [rows].
 
-    Args:
-        choosers: one for each request; their options differ in the seed only.
-        processed: [rows, ids], the rows of one request after those of another.
-        starts: the position of each request's first row; not used if greedy.
+    The choosers, one for each request, differ in the seed only. `processed` [rows, ids]
+    has the rows of one request after those of another. `starts` are the positions of
+    their first rows; not used if greedy.
     """
     sampling, width = choosers[0].sampling, len(processed) // len(choosers)
     if choosers[0].greedy:

@@ -13,9 +13,8 @@ from mlx_speculation.samplers.sampling import Sampling
 class SeededSampler:
     """A sampler whose options `mlx_speculation.stream_generate` reads.
 
-    `stream_generate` does not call the sampler, but chooses tokens by its options, with
-    noise that follows from a seed and that drafts share. mlx-lm can call the sampler,
-    which then draws from mlx's global generator.
+    `stream_generate` does not call it, but chooses tokens by its options, with noise
+    that follows from a seed. If mlx-lm calls it, it draws from mlx's global generator.
     """
 
     sampling: Sampling  # its options
@@ -43,10 +42,9 @@ def make_sampler(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] | None = None,
 ) -> SeededSampler:
-    """Make a sampler, as `mlx_lm.sample_utils.make_sampler` does.
+    """Make a sampler with the options of `mlx_lm.sample_utils.make_sampler`.
 
-    With this sampler and a seed, `stream_generate` gives the same text for every
-    draft. `Sampling` describes the options.
+    With this sampler and a seed, `stream_generate` gives the same text for every draft.
 
     Raises:
         InvalidRequestError: a value is out of its range.

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 class KnownTokens:
     """The known tokens of one sequence as an array, each converted once.
 
-    Converting 100,000 Python integers takes milliseconds, and every new token needs the
-    array. So this copy grows with its list, whose earlier tokens must not change.
-    Another list object starts a new copy.
+    Converting 100,000 Python integers takes milliseconds. So this copy grows with its
+    list, whose earlier tokens must not change. Another list object starts a new copy.
     """
 
     def __init__(self) -> None:
@@ -56,21 +55,16 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The last `count` prefixes of `known` and `ahead` together, one for each row.
+    """The last `count` prefixes of `known` and `ahead` together, one for each row."""
 
-    Attributes:
-        known: the token ids that the host knows.
-        ahead: uint32 [m], the tokens after the known ones, not read; None: no tokens.
-        count: the number of rows, at least 1 and at most the number of prefixes; the
-            empty prefix counts only if `start` is above 0.
-        start: how many tokens precede the known ones; their ids are unknown.
-        allowed: bool [count, ids], which ids each row may choose; None: all.
-    """
-
-    known: Sequence[int]
+    known: Sequence[int]  # the token ids that the host knows
+    # uint32 [m], the tokens after the known ones, not read; None: no tokens
     ahead: mx.array | None = None
+    # The number of rows, at least 1 and at most the number of prefixes; the empty
+    # prefix counts only if `start` is above 0
     count: int = 1
-    start: int = 0
+    start: int = 0  # how many tokens precede the known ones; their ids are unknown
+    # bool [count, ids], which ids each row may choose; None: all
     allowed: mx.array | None = None
 
     @property
@@ -108,11 +102,7 @@ class Rows:
     def windows(self, size: int, known: KnownTokens | None = None) -> Windows:
         """Return the last `size` tokens before each row, or all of them for size 0.
 
-        Nothing is read from the device.
-
-        Args:
-            size: from 0.
-            known: makes large windows cheap, see `KnownTokens`.
+        Nothing is read from the device. `known` makes large windows cheap.
         """
         first = self.lengths[0]
         size = size or max(self.lengths[-1], 1)
@@ -124,12 +114,9 @@ class Rows:
         return Windows(tail[mx.maximum(index, 0)].astype(mx.uint32), index >= 0)
 
     def prefixes(self, known: KnownTokens | None = None) -> list[mx.array]:
-        """Return the tokens before each row, int32 [n], not read from the device.
+        """Return the tokens before each row, int32 [n] as in mlx-lm, not read.
 
-        int32 is the type that mlx-lm passes to processors.
-
-        Args:
-            known: makes long texts cheap, see `KnownTokens`.
+        `known` makes long texts cheap.
         """
         whole = self._since(0, known)
         return [whole[:length] for length in self.lengths]

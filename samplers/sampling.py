@@ -31,8 +31,7 @@ class Sampling:
     3. `temperature`.
 
     At temperature 0 processors apply and filters do not, as in mlx-lm. 0 and None turn
-    an option off. Lists and mappings are stored as tuples, so that options cannot
-    change and can be compared.
+    an option off. Lists and mappings are stored as tuples.
 
     Attributes:
         temperature: 0 chooses the most probable token.
@@ -46,12 +45,10 @@ class Sampling:
         xtc_special_tokens: ids that XTC never drops, usually line ends and end-of-text.
         repetition_penalty: divides positive logits of earlier tokens and multiplies
             negative ones.
-        repetition_context_size: how many of the last tokens the penalty sees. As in
-            mlx-lm, a context size of 0 means the whole text.
         presence_penalty: subtracted from the logits of earlier tokens.
-        presence_context_size: how many of the last tokens the penalty sees.
         frequency_penalty: subtracted from a token's logit once per occurrence.
-        frequency_context_size: how many of the last tokens the penalty sees.
+        repetition_context_size, presence_context_size, frequency_context_size: how many
+            of the last tokens the penalty sees; 0: the whole text, as in mlx-lm.
         logit_bias: added to the logits of token ids: a mapping of ids to values.
         logits_processors: callables with mlx-lm's signature, see `LogitsProcessor`.
             `logits.processor_kinds` says which of them keep speculation fast.
@@ -61,9 +58,8 @@ class Sampling:
             result reports.
         sampler: draws tokens itself, from a row's log-probabilities [1, vocab] after
             processors, as mlx-lm's samplers do. A round calls it for every row, so
-            rejected rows change its state too, if it has one. The text has the
-            sampler's distribution. Drafts do not share the sampler's random numbers, so
-            a seed gives another text with a draft than without one. Temperature and
+            rejected rows change its state too. The text has the sampler's distribution,
+            but a seed gives another text with a draft than without one. Temperature and
             filters must be off.
 
     Raises:
@@ -91,7 +87,6 @@ class Sampling:
     sampler: Sampler | None = None
 
     def __post_init__(self) -> None:
-        """Check every value against its range."""
         self._freeze()
         _check("temperature", self.temperature, 0.0, math.inf)
         if self.draft_temperature is not None:
@@ -129,7 +124,6 @@ class Sampling:
             )
 
     def _freeze(self) -> None:
-        """Turn collections into tuples, so that options can be compared and stored."""
         special = _items("xtc_special_tokens", self.xtc_special_tokens)
         object.__setattr__(self, "xtc_special_tokens", special)
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
@@ -161,12 +155,10 @@ class Sampling:
 
     @property
     def for_drafts(self) -> "Sampling":
-        """The options of drafts.
-
-        With a sampler, drafts are greedy: they do not share its random numbers, so the
-        draft's most probable token is accepted most often.
-        """
+        """The options of drafts."""
         if self.sampler is not None:
+            # Greedy: the draft's most probable token is accepted most often, since
+            # drafts do not share the sampler's random numbers.
             return replace(self, sampler=None)
         if self.draft_temperature is None:
             return self
@@ -180,15 +172,11 @@ class Sampling:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of one of several samples of a prompt.
+    """Return the seed of sample `index` of a prompt; both are from 0 to 2**64 - 1.
 
-    Sample 0 has the request's seed, so asking for more samples does not change the
-    first. The seeds of later samples are 64 bits of a BLAKE2b hash of seed and index:
-    among a million samples, two share a seed with a probability of 3e-8.
-
-    Args:
-        seed: the seed of the request, from 0 to 2**64 - 1.
-        index: the index of the sample, from 0 to 2**64 - 1.
+    Sample 0 has the request's seed. The seeds of later samples are 64 bits of a BLAKE2b
+    hash of seed and index: among a million samples, two share a seed with a probability
+    of 3e-8.
 
     Raises:
         InvalidRequestError: seed or index is out of its range.

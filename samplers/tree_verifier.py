@@ -3,7 +3,7 @@
 From each node the path goes to the child with the token that the target chooses there,
 and ends if there is no such child. A choice uses the noise of its position in the text,
 so siblings share their noise. All emitted tokens are the target's own choices, so every
-tree gives the text of plain decoding (keyed choice, or greedy).
+tree gives the text of plain decoding.
 
     the choice at root t is a; its children are a and b
     the choice at a is c; its children are d and c
@@ -50,12 +50,9 @@ class _NoiseOfNodes:
 
 
 def serves_trees(verifier: Verifier) -> bool:
-    """Return whether a request's choices follow from row and position alone.
-
-    With the user's processors or sampler, choices do not follow from these alone.
-    Rejection and block verification decide on chains only. XTC is excluded because it
-    has a coin for each row.
-    """
+    """Return whether a request's choices follow from row and position alone."""
+    # `shared` is None with the user's processors or sampler, and with rejection and
+    # block verification, which decide on chains only. XTC has a coin for each row.
     alone = verifier.shared is None
     return not alone and verifier.chooser.sampling.xtc_probability == 0
 
@@ -110,21 +107,17 @@ def best_children(
     count: int,
     ids: mx.array | None = None,  # see `Verifier.propose`
 ) -> tuple[mx.array, mx.array]:
-    """Return the most likely choices of the target after each row.
+    """Return the most likely choices of the target after each row, the best first.
 
-    At a temperature above 0 the scores include the noise of the position, which the
-    target uses too.
-
-    Returns:
-        Token ids, uint32 [rows, count], the best first; the first is the choice of
-        `propose`. Then the logarithms of their probabilities, float32 [rows, count].
-        Of columns with equal numbers modulo `FEW`, at most the best one is returned.
+    These are token ids, uint32 [rows, count], and the logarithms of their
+    probabilities, float32 [rows, count]. The first is the choice of `propose`. Of
+    columns with equal numbers modulo `FEW`, at most the best one is returned.
     """
     chooser: Chooser = verifier.draft_chooser
     scores = logits
     if ids is None:
         scores = chooser.processed(logits, rows, for_draft=True)
-    if not chooser.sampling.greedy:
+    if not chooser.sampling.greedy:  # the target uses the same noise
         noise = chooser.noise(rows.positions)
         noise = noise[:, : scores.shape[-1]] if ids is None else noise[:, ids]
         scores = chooser.log_probs(scores, rows) + noise

@@ -1,10 +1,9 @@
 """Calls of samplers that draw by themselves: mlx-lm's, and the user's own.
 
 Such a sampler takes log-probabilities [1, vocab] and returns a token id [1]. A round
-calls the sampler row by row: given several rows, it might draw once for all of them, as
-mlx-lm's XTC does, and the rows would not be independent. Each row's token y_i is drawn
-from p_i alone, and a drafted token is accepted if it equals y_i. So all emitted tokens
-are the target's own draws, and they have the sampler's distribution.
+calls it row by row: given several rows, it might draw once for all of them, as mlx-lm's
+XTC does. Each row's token y_i is drawn from p_i alone, and a drafted token is accepted
+if it equals y_i. So the emitted tokens have the sampler's distribution.
 """
 
 from typing import Any
@@ -16,11 +15,7 @@ from mlx_speculation.samplers.sampling import Sampler
 
 
 def called_on_rows(sampler: Sampler, processed: mx.array) -> mx.array:
-    """Return a token for each row, uint32 [rows]; a negative id becomes a huge one.
-
-    Args:
-        sampler: draws by itself, from a state of its own or mlx's global one.
-        processed: logits [rows, vocab].
+    """Return a token for each row of logits [rows, vocab], uint32 [rows].
 
     Raises:
         InvalidRequestError: the sampler did not return one token id.
@@ -33,6 +28,7 @@ def called_on_rows(sampler: Sampler, processed: mx.array) -> mx.array:
 def _one(token: Any) -> mx.array:
     fits = isinstance(token, mx.array) and token.size == 1
     if fits and mx.issubdtype(token.dtype, mx.integer):
+        # A negative id becomes a huge one.
         one: mx.array = token.reshape(1).astype(mx.uint32)
         return one
     array = isinstance(token, mx.array)
@@ -46,15 +42,10 @@ def _one(token: Any) -> mx.array:
 def within(
     tokens: mx.array, normals: mx.array, width: int
 ) -> tuple[mx.array, mx.array]:
-    """Replace ids that do not exist, and set the normalizers of their rows to NaN.
+    """Replace ids from `width` on, and set the normalizers of their rows to NaN.
 
-    The embedding would read such an id's row out of bounds before the host sees the
-    ids: the host reads them once, at the end of the round.
-
-    Args:
-        tokens: uint32 [rows], from a sampler.
-        normals: [rows], the normalizers.
-        width: the number of ids that exist.
+    The embedding would read such an id's row out of bounds before the host sees the id.
+    `tokens` are uint32 [rows], and `normals` [rows].
     """
     exist = tokens < width
     nan = mx.array(mx.nan, normals.dtype)

@@ -11,8 +11,8 @@ Three acceptance rules, all lossless:
     block       as rejection, but each coin decides on a prefix of the draft, not on a
                 single token
 
-Greedy requests choose without noise under every rule. All decisions are computed on
-the device: this module evaluates and reads nothing.
+Greedy requests choose without noise under every rule. This module evaluates and reads
+nothing.
 """
 
 from collections.abc import Iterator
@@ -98,8 +98,8 @@ class Verifier:
     ) -> mx.array:
         """Return the probability of each token id, float32 [rows, width].
 
-        They are the same under every rule. With `for_draft` they have the draft
-        temperature. Logits are [rows, vocab]. Needs `processors.parallel`.
+        It is the same under every rule; with `for_draft` it has the draft temperature.
+        `logits` are [rows, vocab]. Needs `processors.parallel`.
         """
         chooser = self.draft_chooser if for_draft else self.chooser
         processed = chooser.processed(logits, rows, for_draft=for_draft)
@@ -110,11 +110,9 @@ class Verifier:
     ) -> Choice:
         """Choose the next token of a draft, one for each row.
 
-        Args:
-            logits: [rows, vocab] of the drafter, or [rows, n] with `ids`.
-            rows: the tokens before each row; drafted tokens are `ahead`.
-            ids: uint32 [n], distinct: the token ids of the columns, for a drafter with
-                a reduced vocabulary. Ids that the target lacks are left out.
+        `logits` are the drafter's [rows, vocab], or [rows, n] with `ids`: uint32 [n],
+        distinct, the token ids of the columns. Ids that the target lacks are left out.
+        Drafted tokens are `ahead` in `rows`.
         """
         chooser = self.draft_chooser
         if ids is not None:
@@ -151,14 +149,11 @@ class Verifier:
         *,
         top: int | None = None,
     ) -> Iterator[Verified]:
-        """Decide row after row, for serial processors, which see emitted tokens only.
+        """Decide row after row, for serial processors; yield one chosen token a row.
 
         The caller reads each decision before it takes the next, and stops at a rejected
-        token or an end of the text; see `Processors.serial`. The arguments are those of
-        `verify`. Block verification is not possible, since it needs all rows.
-
-        Yields:
-            The decision on one row and its drafted token: one chosen token.
+        token or an end of the text. The arguments are those of `verify`. Block
+        verification is not possible, since it needs all rows.
         """
         k = 0 if drafted is None else len(drafted)
         start = rows.positions[0]
@@ -181,13 +176,10 @@ class Verifier:
         rows: Rows,
         drafted: mx.array | None,
         draft_probs: mx.array | None,
-        start: int | None,
+        start: int | None,  # the round's first position; None: that of the first row
         top: int | None,
     ) -> Verified:
-        """Decide on k drafted tokens, given k + 1 rows.
-
-        `start` is the round's first position; None: that of the first row.
-        """
+        """Decide on k drafted tokens, given k + 1 rows."""
         if self._rule is None:
             tokens = self.chooser.pick(processed, rows)
             accepted = None if drafted is None else count_accepted(drafted, tokens)
@@ -249,8 +241,7 @@ class Verifier:
 def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
     """Spread logits [rows, n] of ids [n] or [rows, n] to [rows, width].
 
-    Other ids get -inf. Ids from `width` on are left out, since writing them would be
-    out of bounds.
+    Other ids get -inf. Ids from `width` on are left out.
     """
     everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
     places = mx.minimum(ids, width)

@@ -6,8 +6,8 @@
     kinds          the cache classes of files; `field_checks` checks each
     safetensors_*  reading and writing safetensors files
 
-The reader trusts no file. It checks sizes, offsets, dtypes and the relations between
-fields before it builds a cache. A file is loaded completely or refused.
+The reader trusts no file: it checks sizes, offsets, dtypes and the relations between
+fields before it builds a cache.
 """
 
 from mlx_speculation.caches.files.load import LoadedCaches, load_caches

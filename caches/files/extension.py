@@ -1,14 +1,13 @@
 """Metadata of `save_caches` beyond mlx-lm's layout: tokens, the drafter, a digest.
 
-mlx-lm treats these entries as user metadata, and ignores them. Their keys begin with
-`PREFIX`:
+mlx-lm treats these entries as user metadata. Their keys begin with `PREFIX`:
 
-| key | |
-|---|---|
-| version | the version of this extension, "1" |
-| description | JSON: rows of tokens, number of the target's caches, |
-| | draft_seen, window sizes of `LayerCache`s by place |
-| digest | SHA-256 of the header without this entry, and of the data |
+    version       the version of this extension, "1"
+    description   JSON: rows of tokens, number of the target's caches, draft_seen,
+                  window sizes of `LayerCache`s by place
+    digest        SHA-256 of the header without this entry, and of the data
+
+mlx-lm ignores them.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Checks of the fields of one cache against each other.
 
 Each function gets a cache whose numbers are not negative. It returns the number of rows
-in use, to which the caller can cut keys and values. It returns None if the fields break
-one of these conditions:
+in use, to which keys and values can be cut, or None if the fields break one of these
+conditions:
 
 | kind | conditions, with R rows in keys and values |
 |---|---|

@@ -20,16 +20,11 @@ def check_like(
     *,
     cast: bool = False,
 ) -> None:
-    """Refuse caches of a file that do not fit the live caches.
+    """Raise `FlawError` if caches of a file do not fit the live caches.
 
-    Args:
-        saved: the caches of the file; None: the file has none.
-        like: the live caches; None: do not check.
-        whose: the owner of the caches, for errors.
-        cast: convert floating point arrays of the file to the dtypes of `like`.
-
-    Raises:
-        FlawError: a leaf does not fit; the message names it.
+    `saved` None: the file has no caches. `like` None: do not check. `whose` names the
+    owner of the caches in errors. With `cast`, floating point arrays of the file are
+    converted to the dtypes of `like`.
     """
     if like is None:
         return
@@ -61,9 +56,7 @@ def _pairs(saved: Sequence[Any], caches: Sequence[Any]) -> Iterator[tuple[Any, A
 
 
 def _check_fits(leaf: Any, live: Any, *, cast: bool) -> None:
-    """Refuse a leaf whose kind, settings, dtypes or shapes differ from a live cache's.
-
-    An empty live cache has settings, but no arrays: shapes and dtypes are not compared.
+    """Refuse a leaf that differs from a live cache in kind, settings, dtypes or shapes.
     """
     present = as_saved(live)
     there, here = type(leaf).__name__, type(present).__name__
@@ -78,6 +71,7 @@ def _check_fits(leaf: Any, live: Any, *, cast: bool) -> None:
         _cast(leaf, present)
     present_arrays = arrays_of(present)
     for name, array in arrays_of(leaf).items():
+        # An empty live cache has no arrays to compare.
         other = present_arrays.get(name, array)
         need(
             other.dtype == array.dtype and _alike(leaf, other, array),

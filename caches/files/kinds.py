@@ -1,9 +1,8 @@
 """The kinds of caches that a file can hold, with their fields and checks.
 
-A class name in a file is looked up only in the table `KINDS`. Other kinds are refused,
-and so are subclasses, since they may have more fields than their parents. A
-`SlidingKVCache` is saved as a `RotatingKVCache` (a ring); `with_slack` converts loaded
-rings back.
+A class name in a file is looked up only in the table `KINDS`. Subclasses are refused,
+since they may have more fields than their parents. A `SlidingKVCache` is saved as a
+`RotatingKVCache` (a ring); `with_slack` converts loaded rings back.
 """
 
 from collections.abc import Callable, Sequence
@@ -222,11 +221,8 @@ def batch(leaf: Any) -> int | None:
 
 
 def positions(leaf: Any) -> list[int] | None:
-    """Return the number of tokens in each row; None: the leaf does not count tokens.
-
-    The result is None for an empty leaf too, since the model may not use this leaf.
-    """
-    offset: Any = getattr(leaf, "offset", 0)
+    """Return how many tokens each row holds; None: not counted, or an empty leaf."""
+    offset: Any = getattr(leaf, "offset", 0)  # 0 also if the model does not use it
     if isinstance(offset, mx.array):
         each: Any = offset.tolist()
         return None if leaf.keys is None else list(each)

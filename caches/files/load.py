@@ -2,9 +2,8 @@
 
     saved = load_caches("chat.safetensors", like=make_prompt_cache(model))
 
-The file's fields are checked against each other, against its tokens and against the
-given caches. Files of `save_caches` have a digest. Files of mlx-lm have no digest, so
-changed numbers inside their keys or values are not noticed.
+Files of `save_caches` have a digest. Files of mlx-lm have none, so changed numbers
+inside their keys or values are not noticed.
 """
 
 import os
@@ -71,8 +70,7 @@ def load_caches(
         draft_like: likewise for the drafter. If mlx-lm saved the file, it has one list
             for both, which is cut after `len(like)`.
         cast: convert floats to the dtypes of the arrays in `like`, since the model may
-            now be loaded in another dtype. Where `like` has no array, nothing is
-            converted.
+            now be loaded in another dtype.
 
     Raises:
         CacheFileError: the file is missing, damaged, no cache file, of another version,
@@ -129,12 +127,8 @@ def _checked(
 ) -> LoadedCaches:
     """Return the checked content of a file.
 
-    Args:
-        caches: the unchecked caches of the file.
-        said: the file's description; None: mlx-lm wrote the file.
-        cut: without a description, the number of the target's caches; None: all.
-        user: the user's metadata, with the description.
-        layout: the name of the file's layout.
+    `said` None: mlx-lm wrote the file, and its first `cut` caches are the target's;
+    None: all.
     """
     first, rows, seen, listed = cut, None, None, cut is not None
     if said is not None:

@@ -7,10 +7,9 @@
     0.31   tensors: the arrays of `state`; metadata: 0.I... `meta_state` as texts,
            1.KEY the user's value of KEY, 2.I class names
 
-The layouts have no place for tokens; `extension` puts them into the user's metadata. If
-the window of a `LayerCache` is not full, `state` does not show the window's size, which
-then comes from the extension or from `like`. In the 0.31 layout, missing offsets are
-computed from the keys, a `ChunkedKVCache` past its first chunk is refused, and an
+If the window of a `LayerCache` is not full, `state` does not show the window's size.
+The size then comes from `extension` or from `like`. In the 0.31 layout, missing offsets
+are computed from the keys, a `ChunkedKVCache` past its first chunk is refused, and an
 `ArraysCache` is loaded without lengths and left_padding.
 """
 
@@ -193,7 +192,6 @@ def _scalar(array: mx.array, kind: str, name: str) -> Any:
 
 
 def _need_known(name: Any, place: str) -> None:
-    """Refuse a class name that is not in `KINDS`."""
     need(
         isinstance(name, str) and name in KINDS,
         f"cache {place} is of the class {shown(name)}; known are "

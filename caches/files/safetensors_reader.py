@@ -5,10 +5,11 @@ A file is an 8-byte length, a JSON header and the data:
     {"__metadata__": {"a": "text"}, "keys": {"dtype": "F16", "shape": [1, 2],
      "data_offsets": [0, 4]}}                                       4 bytes of data
 
-The reader checks the whole header before it makes an array: the tensors have to tile
-the data from its first byte to the end of the file. So no array is larger than the
-file. An array is read as unsigned integers of the same width, which keeps all bits.
-This module knows nothing about caches. It raises `FlawError` for every flaw.
+The tensors have to tile the data from its first byte to the end of the file, so no
+array is larger than the file. This is checked before an array is made. An array is read
+as unsigned integers of the same width, which keeps all bits.
+
+Every flaw raises `FlawError`.
 """
 
 import hashlib
@@ -77,10 +78,7 @@ class Header:
     metadata: dict[str, str]
 
     def digest(self, key: bytes | None = None) -> Any:
-        """Return a SHA-256 object updated with the header, except its digest entry.
-
-        With a key the object is an HMAC, which cannot be forged without the key.
-        """
+        """Return a SHA-256 object (with key: HMAC) of the header without its digest."""
         metadata = {k: v for k, v in self.metadata.items() if k != DIGEST}
         tensors = {
             name: [t.dtype, t.shape, t.start, t.stop]
@@ -112,12 +110,7 @@ def parse_json(raw: bytes, what: str) -> Any:
 def opened(
     path: str | os.PathLike[str], *, follow: bool = True
 ) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file; yield the file and its size. Refuse pipes and devices.
-
-    Args:
-        path: the file.
-        follow: whether to follow a link; otherwise links are refused.
-    """
+    """Open a regular file; yield it and its size. `follow`: it may be a link."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     flags |= 0 if follow else os.O_NOFOLLOW
     try:

@@ -34,14 +34,8 @@ def write(
     """Write a file atomically, with the digest in metadata[DIGEST].
 
     A link at `path` is replaced, not followed. The permissions of an existing file are
-    kept.
-
-    Args:
-        path: the file.
-        arrays: the arrays by name.
-        metadata: the other metadata.
-        key: makes the digest an HMAC with this key, and a new file readable only by its
-            owner. None: the digest is a SHA-256.
+    kept. With `key`, the digest is an HMAC, and only the owner can read a new file.
+    Without it, the digest is a SHA-256.
     """
     header = Header(_tiled(arrays), metadata)
     target = Path(path)

@@ -3,11 +3,9 @@
     save_caches("chat.safetensors", target_caches, tokens, draft_caches=draft_caches)
     saved = load_caches("chat.safetensors")        # saved.caches, saved.tokens, ...
 
-The file has mlx-lm's layout: one list with the caches of the target and the drafter.
-Its metadata holds the tokens of the caches. Before the file is written, the same checks
-are made as in loading. The file is written completely or not at all.
-
-Saving reads every array on the host and computes the file's SHA-256.
+The file has one list with the caches of the target and the drafter, and the tokens in
+its metadata. It is written completely or not at all, after the same checks as in
+loading. Saving reads every array on the host and computes the file's SHA-256.
 """
 
 import os
@@ -51,13 +49,13 @@ def save_caches(
         draft_seen: how many of the tokens the drafter's caches hold; for a batch, one
             number for each row. None: the offset of the drafter's caches, or all tokens
             if none of them has an offset.
-        metadata: texts that loading returns in `LoadedCaches.metadata`; None: none.
+        metadata: texts that loading returns in `LoadedCaches.metadata`.
 
     Raises:
         InvalidRequestError: the tokens do not fit the caches, or a cache's fields do
-            not fit each other. Nothing was written.
-        UnsupportedCacheError: a cache is of an unknown kind. Nothing was written.
-        CacheFileError: the file cannot be written. An old file stays as it was.
+            not fit each other.
+        UnsupportedCacheError: a cache is of an unknown kind.
+        CacheFileError: the file cannot be written.
     """
     target = _checked(caches, "target")
     drafter = None if draft_caches is None else _checked(draft_caches, "drafter")
@@ -116,7 +114,6 @@ def _rows(tokens: Tokens) -> Rows:
 def _draft_seen(
     caches: Sequence[Any], given: int | Sequence[int] | None, counts: list[int]
 ) -> tuple[int, ...]:
-    """Return how many tokens of each row the drafter's caches hold."""
     if given is not None:
         seen = [given] if isinstance(given, int) else list(given)
     else:

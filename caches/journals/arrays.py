@@ -1,13 +1,13 @@
 """Journal of `ArraysCache`, the state of recurrent and convolution mixers.
 
 A recurrent state has no rows to cut off. The model writes to a copy of the slot list,
-so the live cache keeps references to the old states, at no cost. The copy also records
-the inputs of the mixers. To get the state after an accepted prefix, the mixers run
-again from the old state over the prefix of their recorded inputs; the result is lazy.
-Full acceptance replays nothing, and neither does a prefix that ends between two
-forwards. If the rows of a batch keep different numbers of positions, the mixers run
-over the whole batch once for each number that is neither 0 nor all, and each row takes
-its own result. So the result is exact, whatever a mixer does with masks and lengths.
+so the live cache keeps references to the old states. The copy also records the inputs
+of the mixers. To get the state after an accepted prefix, the mixers run again from the
+old state over that prefix. A prefix that ends between two forwards needs no replay.
+
+If the rows of a batch keep different numbers of positions, the mixers run over the
+whole batch once for each number that is neither 0 nor all, and each row takes its own
+result.
 
 The hooks of the mixers (`mlx_speculation.models`) call `RecordingArraysCache.record`.
 If a slot was written outside of a recorded call, `written` is None, and this journal
@@ -45,10 +45,7 @@ class RecordedCall(Protocol):
 
 
 def copied(cache: ArraysCache) -> ArraysCache:
-    """Copy the slots by reference, and `lengths` and `left_padding` by value.
-
-    `ArraysCache.advance` changes these two arrays in place, but never a slot.
-    """
+    """Copy the slots by reference, and `lengths` and `left_padding` by value."""
     twin = ArraysCache(len(cache.cache))
     assign(twin, cache)
     return twin
@@ -57,6 +54,7 @@ def copied(cache: ArraysCache) -> ArraysCache:
 def assign(target: ArraysCache, source: ArraysCache) -> None:
     """Give `target` the state of `source`."""
     target.cache = list(source.cache)
+    # `ArraysCache.advance` changes `lengths` and `left_padding` in place.
     target.lengths = None if source.lengths is None else mx.array(source.lengths)
     padding = source.left_padding
     target.left_padding = None if padding is None else mx.array(padding)
@@ -86,21 +84,17 @@ class RecordingArraysCache(ArraysCache):
         self._recording = False
 
     def __setitem__(self, idx: int, value: mx.array) -> None:
-        """Write a slot; remember if a write came outside of a recorded call."""
         if not self._recording:
             self.written_unrecorded = True
         super().__setitem__(idx, value)
 
     @contextmanager
     def record(self, call: RecordedCall) -> Iterator[None]:
-        """Record `call`, which covers all slots that are written inside the block.
-
-        The second call of the same mixer begins the next forward.
-        """
+        """Record `call`, which covers all slots that are written inside the block."""
         seen = self.forwards and any(
             earlier.mixer is call.mixer for earlier in self.forwards[-1].calls
         )
-        if not self.forwards or seen:
+        if not self.forwards or seen:  # the next forward begins
             self.forwards.append(Forward(before=copied(self)))
         self.forwards[-1].calls.append(call)
         self._recording = True
@@ -111,10 +105,7 @@ class RecordingArraysCache(ArraysCache):
 
 
 def chosen(states: dict[int, ArraysCache], keep: Sequence[int]) -> Any:
-    """Return a state in which each row comes from `states[keep[row]]`.
-
-    A slot that a state has not filled counts as zeros, as in mlx-lm's merge of rows.
-    """
+    """Return a state in which each row comes from `states[keep[row]]`."""
     first, *others = states
     result: Any = copied(states[first])
     for number in others:
@@ -136,6 +127,7 @@ def _where(
     if filled is None:
         return None
     here = here.reshape(-1, *[1] * (filled.ndim - 1))
+    # A slot without a value counts as zeros, as in mlx-lm's merge of rows.
     one = mx.zeros_like(filled) if one is None else one
     return mx.where(here, one, mx.zeros_like(filled) if two is None else two)
 
@@ -143,12 +135,7 @@ def _where(
 class ArraysJournal:
     """Journal of one `ArraysCache`; the live cache changes only at the commit.
 
-    Args:
-        cache: the live cache.
-        whole: whether all positions or none will be kept; then nothing is recorded.
-
-    Attributes:
-        presented: a copy of the cache; records the mixers' inputs, unless `whole`.
+    With `whole`, all positions or none will be kept, and nothing is recorded.
     """
 
     live = False
@@ -185,7 +172,6 @@ class ArraysJournal:
             self._after = chosen(states, keep)
 
     def _state_after(self, keep: Keep) -> ArraysCache:
-        """Return the state after `keep` positions of every row."""
         shown = self.presented
         if self.written in (None, 0, keep):  # 0: the model does not use this layer
             return shown

@@ -6,11 +6,9 @@
                                                     gets 2 more columns of left padding
     rollback()                                      _idx 5, nothing is copied
 
-If rows keep different numbers of positions, the rows that keep fewer move right. This
-copies the buffers once, as mlx-lm's `finalize` does; full acceptance costs nothing. The
-commit also drops left padding that all rows share, so the buffer stays as wide as the
-longest row. For this the host reads `left_padding`: a few numbers, which the round's
-forward has already computed.
+If rows keep different numbers of positions, the commit copies the buffers once, and
+drops left padding that all rows share. For this the host reads `left_padding`, which
+the round's forward has already computed.
 """
 
 from collections.abc import Sequence
@@ -28,27 +26,22 @@ from mlx_speculation.errors import InvalidRequestError
 def shared_padding(padding: mx.array, keep: Sequence[int]) -> int:
     """Return how many positions of left padding all rows share after a commit.
 
-    Args:
-        padding: the left padding [rows] before the round.
-        keep: how many positions each row keeps; a row gets `max(keep) - keep[row]` more
-            padding.
+    `padding` [rows] is that before the round.
     """
     longest = max(keep)
     before: Any = padding.tolist()
+    # Rows that keep fewer positions move right, and get more padding.
     shared = min(p + longest - k for p, k in zip(before, keep, strict=True))
     return max(0, int(shared))
 
 
 def moved(x: mx.array, right: mx.array, width: int) -> mx.array:
-    """Return `width` positions of `x`, with each row moved right.
+    """Return the first `width` positions of `x`, with each row moved right.
 
-    The columns to the left of a moved row repeat the row's first position, so no
-    rejected position comes in. Positions moved out at either end are lost.
-
-    Args:
-        x: keys or values [batch, heads, positions, dim].
-        right: how far each row moves, in positions, int [batch]; below 0: to the left.
-        width: number of positions to return, from the first one on.
+    `x` is [batch, heads, positions, dim]. `right` is int [batch]: how many positions
+    each row moves; below 0: to the left. The columns to the left of a moved row repeat
+    its first position, so no rejected position comes in. Positions moved out at either
+    end are lost.
     """
     source = mx.arange(width, dtype=right.dtype)[None] - right[:, None]
     source = mx.clip(source, 0, x.shape[2] - 1)  # [batch, width]

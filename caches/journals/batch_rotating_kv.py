@@ -1,17 +1,15 @@
 """Journal of `BatchRotatingKVCache`: the sliding windows of the rows of a batch.
 
 `caches.journals.ring` undoes whole writes. To commit a part of a round, this journal
-undoes all writes and then appends to each row the positions that the row keeps. An
-example: the window is 6, the rows have positions 1 .. 9 and 1 .. 3, and a round writes
-three more to each:
+undoes all writes and then appends to each row the positions that the row keeps, which
+copies the window once. An example: the window is 6, the rows have positions 1 .. 9 and
+1 .. 3, and a round writes three more to each:
 
     commit([1, 3])      row 0 holds 5 .. 10, row 1 holds 1 .. 6     _idx 6, padding 0, 0
     commit([0, 1])      row 0 holds 4 .. 9,  row 1 holds 1 .. 4     _idx 6, padding 0, 2
 
-So a row that keeps nothing has its old window again. After a commit of a part the
-buffer has at most as many columns as the window, so padding does not grow. Before the
-window is full, padding that all rows share is dropped, as in `journals.batch_kv`. A
-commit of a part costs one copy of the window. A commit of all positions costs nothing.
+After a commit of a part the buffer has at most as many columns as the window. Before
+the window is full, padding that all rows share is dropped, as in `journals.batch_kv`.
 """
 
 from typing import Any
@@ -43,12 +41,7 @@ class PresentedBatchRing(ListenedTo["BatchRotatingJournal"], BatchRotatingKVCach
     __slots__ = ()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Record the state before the write, then write as mlx-lm does.
-
-        Args:
-            keys: [batch, heads, positions, key dim].
-            values: [batch, heads, positions, value dim].
-        """
+        """Record the state before the write, then write as mlx-lm does."""
         self.journal.note(keys, values)
         shown = super().update_and_fetch(keys, values)
         self.journal.noted()
@@ -97,7 +90,7 @@ class BatchRotatingJournal(RingJournal):
             check_no_right_padding(self._cache, self._cache._lengths)
 
     def commit(self, keep: Keep) -> None:
-        """Keep the first `keep` positions of each row; see the module's docstring."""
+        """Keep the first `keep` positions of each row."""
         if not self._writes or keep == self.written:
             return
         each = [keep] * self.rows if isinstance(keep, int) else list(keep)

@@ -10,10 +10,9 @@ which drops the oldest rows until one chunk of rows is left:
     commit(1)                                   rows [3, 8)
     rollback()                                  rows [3, 7)
 
-A drop replaces the arrays, and no later write changes the old ones. So the journal
-keeps the old arrays, and puts them back to undo the drop. A full chunk is then in
-memory twice until the end of the round. `ChunkedKVCache.trim` is not used: it ignores
-rows that were dropped between two forwards.
+A drop makes new arrays. The journal keeps the old ones, and puts them back to undo the
+drop. `ChunkedKVCache.trim` is not used: it ignores rows that were dropped between two
+forwards.
 """
 
 from typing import Any

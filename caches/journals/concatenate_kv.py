@@ -1,9 +1,8 @@
 """Journal of `ConcatenateKVCache`, which makes new arrays with every write.
 
-The journal keeps references to the old arrays; a rollback puts them back, and a commit
-slices a prefix from the new ones. So old and new rows are both in memory until the end
-of the round. `ConcatenateKVCache.trim` is not used: it lowers the offset but keeps the
-rows, and the next write comes after these rows. A cache trimmed by it is refused.
+The journal keeps references to the old arrays, so old and new rows are both in memory
+until the end of the round. `ConcatenateKVCache.trim` is not used: it lowers the offset
+but keeps the rows, and the next write comes after these rows.
 """
 
 from mlx_lm.models.cache import ConcatenateKVCache

@@ -2,21 +2,18 @@
 
 The layer's compressor turns each group of `ratio` rows into one; the rows of a group
 that is not full are pending. Every write makes new arrays. So the journal keeps only
-references to the state before a write, until the end of the round. After a prefix of a
-write the layer holds:
+references to the state before a write. After a prefix of a write the layer holds:
 
     field                       after the prefix
     window                      the old window and the first rows of the write
     compress_kv, index_k        the groups that were full by then: a slice
     pending_kv, pending_gate    the rows of the group that was open then
 
-An example: the ratio is 4, 2 rows are pending, and 5 rows are written. This closes one
-group of 4 rows, and 3 rows are pending. After a prefix of 1 row, no group would be
-closed, and 3 other rows would be pending; the cache no longer has these. The compressor
-makes the pending rows. So the journal records its call and runs it again over the
-prefix, as `ArraysJournal` does with mixers. The hook of the compressor
-(`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is None if a
-call was not recorded.
+The pending rows after a prefix may no longer be in the cache: with 2 pending rows and
+ratio 4, a write of 5 rows closes a group. So the journal records the compressor's call
+and runs it again over the prefix, as `ArraysJournal` does with mixers. The compressor's
+hook (`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is None if
+a call was not recorded.
 """
 
 from collections.abc import Iterator
@@ -70,12 +67,7 @@ class LayerWrite:
         )
 
     def prefix(self, after: LayerCache, keep: int) -> LayerCache:
-        """Return the state after `keep` positions, without evaluating it.
-
-        Args:
-            after: the state after the whole write.
-            keep: the number of positions to keep.
-        """
+        """Return the state after `keep` positions; `after` is the state after all."""
         state: Any = copied(self.before)
         if keep == 0:
             return state  # type: ignore[no-any-return]
@@ -100,10 +92,7 @@ class LayerWrite:
 
 
 class RecordingLayerCache(LayerCache):
-    """A view of the live cache that records each write.
-
-    It shares the live cache's `__dict__`. The records are in a slot outside that dict.
-    """
+    """A view of the live cache that records each write in a slot, not in `__dict__`."""
 
     __slots__ = ("writes",)
     writes: list[LayerWrite]
@@ -122,12 +111,7 @@ class RecordingLayerCache(LayerCache):
 
 
 class LayerJournal(LiveJournal):
-    """Journal of one `LayerCache`.
-
-    Args:
-        cache: the live cache.
-        whole: whether all positions or none will be kept; then nothing is recorded.
-    """
+    """Journal of one `LayerCache`; with `whole`, nothing is recorded."""
 
     def __init__(self, cache: LayerCache, whole: bool = False) -> None:
         self._cache = cache

@@ -11,11 +11,7 @@ one step. Before this step the live cache does not change, whichever line fails:
     rollback()                 live: offset 5, buffer A
 
 The twin's first write copies the whole buffer, since A then has two owners. A and B
-both stay in memory as long as the speculation object. An ordinary speculation copies
-nothing of a KV cache.
-
-The journals of rings save overwritten rows for each cache object, so a twin has saved
-rows of its own.
+both stay in memory as long as the speculation object.
 """
 
 from collections.abc import Callable
@@ -43,7 +39,7 @@ class IsolatedJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that can keep different counts; see `Journal`."""
+        """Number of rows that can keep different counts."""
         return self._inner.rows
 
     def prepare(self, keep: Keep) -> None:

@@ -6,9 +6,8 @@
 
 Rows at and past the offset are never read, and later writes overwrite them, so nothing
 is copied. The journal holds no array over a buffer: a second array would make the next
-write copy the whole buffer. A quantized cache has three buffers for keys and three for
-values (packed numbers, scales, biases). All have rows on the same axis, and each row is
-quantized alone.
+write copy the whole buffer. Quantized rows too are on axis -2, and each is quantized
+alone.
 """
 
 from collections.abc import Sequence
@@ -27,9 +26,6 @@ class KVJournal(LiveJournal):
 
     The model sees the live cache itself. With `steps` it sees a padded view, if the
     cache is a `KVCache`; with `shape`, a fixed view. `whole` has no effect.
-
-    Attributes:
-        presented: the live cache, or a view of it.
     """
 
     __slots__ = ("_cache", "_start", "_was_empty", "presented")
@@ -83,9 +79,6 @@ class KVJournals:
     If all layers wrote the same number of rows, moving the offsets keeps a prefix
     without any journal. Making a journal for every layer would slow down a small
     model's step on a GPU by 0.5 %.
-
-    Attributes:
-        start: the largest offset at the beginning of the round.
     """
 
     __slots__ = ("_caches", "_empty", "_starts", "start")
@@ -97,7 +90,7 @@ class KVJournals:
         for cache in caches:  # a comprehension would cost a call
             self._starts.append(cache.offset)
             self._empty.append(cache.keys is None)
-        self.start = max(self._starts)
+        self.start = max(self._starts)  # the largest offset when the round began
 
     @classmethod
     def of(cls, caches: Sequence[Any]) -> "KVJournals | None":
@@ -127,13 +120,10 @@ class KVJournals:
 
 
 def even_out(cache: Any) -> None:
-    """Cut all buffers to the rows of the shortest one; rows are on axis -2.
-
-    Buffers grow one after the other, so an interruption can leave unequal lengths.
-    """
+    """Cut all buffers to the rows of the shortest one; rows are on axis -2."""
     buffers: Any = tree_flatten((cache.keys, cache.values))
     lengths = {buffer.shape[-2] for _, buffer in buffers}
-    if len(lengths) > 1:
+    if len(lengths) > 1:  # buffers grow one by one, and an interruption came between
         rows = min(lengths)
         cache.keys = tree_map(lambda buffer: buffer[..., :rows, :], cache.keys)
         cache.values = tree_map(lambda buffer: buffer[..., :rows, :], cache.values)

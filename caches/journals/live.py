@@ -1,9 +1,8 @@
 """Base classes of journals that let the model write to the live cache.
 
-The live cache is the cache that the journal was opened on. The model gets the live
-cache or a view of it. A view is an object of a subclass, with the live cache's
-`__dict__`: every attribute that the model reads or sets is the live cache's. The view's
-own data are in slots, outside of that dict.
+The model gets the live cache or a view of it. A view is an object of a subclass, with
+the live cache's `__dict__`: every attribute that the model reads or sets is the live
+cache's. The view's own data are in slots, outside of that dict.
 """
 
 import weakref
@@ -13,15 +12,11 @@ JournalT = TypeVar("JournalT")
 
 
 class LiveJournal:
-    """Base of journals on live caches.
-
-    Attributes:
-        presented: the live cache, or an object that shares its attributes.
-    """
+    """Base of journals on live caches."""
 
     __slots__ = ()
     live = True
-    presented: Any
+    presented: Any  # the live cache, or an object that shares its attributes
 
     @property
     def rows(self) -> int | None:

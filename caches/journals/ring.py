@@ -10,9 +10,9 @@ it is undone. W is `max_size`, and `count` the number of positions ever written:
     1, more than W held         new arrays: W slots, one overwritten  the old arrays
     1, W held                   the oldest position is overwritten    the saved one
 
-A position has to be copied before a write overwrites it. A lazy slice of it would make
-the write copy the whole window. So positions are saved ahead, `SAVED_ROWS` at a time.
-This costs one copy of the window in `SAVED_ROWS` writes.
+A position has to be copied before a write overwrites it, but a lazy slice of it would
+make the write copy the whole window. So positions are saved ahead, `SAVED_ROWS` at a
+time, which copies the window once in `SAVED_ROWS` writes.
 """
 
 import weakref
@@ -30,9 +30,9 @@ SAVED_ROWS = 64
 class SavedSlots:
     """Slots of a full ring, copied before single writes overwrite them.
 
-    `keys` and `values` refer to the cache's arrays, and are updated after each recorded
-    single write. If the cache has other arrays, the copy is stale. The references are
-    weak, since a strong one would make the next write copy the window.
+    `keys` and `values` refer to the cache's arrays; recorded single writes update them.
+    If the cache has other arrays, the copy is stale. The references are weak, since a
+    strong one would make the next write copy the window.
     """
 
     keys: "weakref.ref[mx.array]"
@@ -77,16 +77,11 @@ class Write:
 class RingJournal(LiveJournal):
     """Record of the writes to one ring, which holds one sequence or a batch.
 
-    Args:
-        cache: the live ring.
-        whole: whether all positions or none will be kept.
-        presented: the class of the view that the model gets, a `ListenedTo`.
-
-    Attributes:
-        names: the fields that a write replaces, besides the arrays; the first counts
-            the positions that were ever written.
+    `presented` is the class of the view that the model gets, a `ListenedTo`.
     """
 
+    # The fields that a write replaces, besides the arrays; the first counts the
+    # positions that were ever written.
     names: tuple[str, ...]
 
     def __init__(self, cache: Any, whole: bool, presented: type) -> None:
@@ -133,7 +128,6 @@ class RingJournal(LiveJournal):
             self._undo_last()
 
     def _fields(self) -> dict[str, Any]:
-        """Return the fields of `names`."""
         fields = {name: getattr(self._cache, name) for name in self.names}
         if "left_padding" in fields:  # writes change this array in place
             fields["left_padding"] = fields["left_padding"][...]
@@ -171,11 +165,9 @@ class RingJournal(LiveJournal):
         self._writes.pop()  # last, so that an interrupted undo is repeated
 
     def _forget_undone_slots(self) -> None:
-        """Drop the saved slots if writes from before the save were undone.
-
-        The next writes may then put other positions into these slots.
-        """
+        """Drop the saved slots if writes from before the save were undone."""
         saved = _saved.get(self._cache)
+        # The next writes may put other positions into these slots.
         if saved is not None and self.count < saved.first_count:
             del _saved[self._cache]
 

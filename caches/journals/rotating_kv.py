@@ -11,10 +11,10 @@ mlx-lm's mask breaks this in two cases, in which a round gets another mask:
 
 A prompt is kept whole, and gets mlx-lm's mask.
 
-To keep a prefix of a write of several rows, the journal slices off the tail. It does
-not need the rows that mlx-lm evicted before the write: at least `max_size` - 1 older
-rows and the first row of the write remain. `RotatingKVCache.trim` is not used, as it
-leaves rejected rows visible after a wrap. `caches.journals.ring` undoes whole writes.
+To keep a prefix of a write of several rows, the journal slices off the tail. At least
+`max_size` - 1 older rows and the first row of the write remain, so the rows that mlx-lm
+evicted are not needed. `RotatingKVCache.trim` is not used: it leaves rejected rows
+visible after a wrap.
 """
 
 from typing import Any
@@ -32,12 +32,7 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
     __slots__ = ()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Record the state before the write, then write as mlx-lm does.
-
-        Args:
-            keys: [batch, heads, rows, key dim].
-            values: [batch, heads, rows, value dim].
-        """
+        """Record the state before the write, then write as mlx-lm does."""
         self.journal.note(keys, values)
         return super().update_and_fetch(keys, values)
 
@@ -61,9 +56,7 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
 def _mask_with_first_rows(cache: Any, count: int) -> mx.array:
     """Return a mask that shows the first `keep` rows and the newest of the rest.
 
-    Returns:
-        bool [count, columns], with a column for each row that the ring shows after a
-        write of `count` rows.
+    It is bool [count, columns]: the ring's columns after a write of `count` rows.
     """
     kept = min(cache.max_size - 1, cache.offset)
     columns = mx.arange(kept + count)[None]
@@ -74,7 +67,7 @@ def _mask_with_first_rows(cache: Any, count: int) -> mx.array:
 
 
 class RotatingJournal(RingJournal):
-    """Journal of one `RotatingKVCache` with any `keep`; see `RingJournal`."""
+    """Journal of one `RotatingKVCache` with any `keep`."""
 
     names = ("offset", "_idx")
 

@@ -7,8 +7,7 @@
 If the buffers lack room, a write moves into new buffers all rows of the open round and
 the whole window before the round. So any prefix can still be kept, and a rollback puts
 the old buffers back. The journal refers to the cache's array objects themselves: such a
-reference does not make a write copy the buffer. After a move, the old buffers live as
-long as the journal.
+reference does not make a write copy the buffer.
 """
 
 from typing import Any
@@ -30,9 +29,7 @@ from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 class PresentedSliding(SlidingKVCache):
     """A view of the live cache that keeps the rows needed to undo the round.
 
-    The view shares the live cache's `__dict__`; its slots hold the state of the round.
-    In a round, each row sees at most `max_size` rows, as in rotating_kv.py. With
-    `steps`, a window that is not full yet is padded to whole steps of rows.
+    With `steps`, a window that is not full yet is padded to whole steps of rows.
     """
 
     __slots__ = ("_start", "_steps", "_whole")
@@ -80,11 +77,7 @@ class PresentedSliding(SlidingKVCache):
 
 
 class SlidingJournal(LiveJournal):
-    """Journal of one `SlidingKVCache`.
-
-    With `whole`, a commit keeps all rows. With `shape`, the model sees the cache in a
-    fixed view.
-    """
+    """Journal of one `SlidingKVCache`; with `whole`, a commit keeps all rows."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The tree of a prefix cache, kept within a byte budget.
 
-The budget is exceeded only for a moment, by an edge of at most `every` tokens while the
-edge is cut or copied, or by a state while its snapshot is taken.
+The budget is exceeded only for a moment: by an edge of at most `every` tokens while it
+is cut or copied, or by a state while its snapshot is taken.
 """
 
 import itertools
@@ -18,13 +18,7 @@ from mlx_speculation.caches.snapshots.take import snapshot
 
 
 class BoundedTree(PrefixTree):
-    """A tree whose nodes fit into a budget.
-
-    Args:
-        roles: the roles whose rows the tree holds.
-        budget: the limit of the tree's bytes.
-        every: the largest number of tokens of a new edge.
-    """
+    """A tree whose nodes fit into a budget; a new edge has at most `every` tokens."""
 
     def __init__(self, roles: Roles, budget: Budget, every: int) -> None:
         super().__init__(roles)
@@ -60,8 +54,7 @@ class BoundedTree(PrefixTree):
     ) -> bool:
         """Add rows of a file to a node; if it is the last (`end`), add restore points.
 
-        Returns:
-            False if the target's rows or restore point do not fit.
+        False: the target's rows or restore point do not fit.
         """
         for which, (rows, point) in kept.items():
             part = self._roles[which].part(rows, node.start, node.stop)
@@ -73,7 +66,7 @@ class BoundedTree(PrefixTree):
         return 0 in (node.points if end and self._roles[0].stateful else node.rows)
 
     def release(self, node: Node, start: int = 0) -> None:
-        """Remove useless nodes, from a node upwards; see `prune`."""
+        """Remove useless nodes, from a node upwards."""
         self._budget.stored -= self.prune(node, start=start)
 
     def store(self, tokens: Tokens, left: Sequence[Left], prompt: int) -> None:
@@ -147,7 +140,6 @@ class BoundedTree(PrefixTree):
         return nodes[-1]
 
     def _hang(self, node: Node, which: int, point: Point, claim: Claim) -> None:
-        """Make a node a restore point, if there is room for the states."""
         if which in node.points or which not in node.rows:
             return
         if self._room(point.nbytes, claim):

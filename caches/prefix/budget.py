@@ -2,9 +2,9 @@
 
 Eviction follows GreedyDual (Young 1994). The node that costs least to read again, in
 tokens, is evicted first. With each eviction, unused nodes get cheaper relative to used
-ones. A request evicts only nodes that cost less than the request itself. Many small
-requests between two turns of a long text would in the end evict the text. So against a
-small request the cost of a text is multiplied by the number of its uses, at most 4.
+ones. A request evicts only nodes that cost less than the request itself. Against a
+small request the cost of a text is multiplied by the number of its uses, at most 4, so
+that many small requests do not evict a long text between two of its turns.
 """
 
 import math
@@ -28,17 +28,12 @@ class Claim(NamedTuple):
 
 
 class Budget:
-    """Budget of bytes for a tree and the restore points of running streams.
-
-    Attributes:
-        stored: bytes in the tree.
-        running: restore points of running streams.
-        evictions: number of evictions.
-        level: the highest cost of a node evicted so far; it is added to later costs.
-    """
+    """Budget of bytes for a tree and the restore points of running streams."""
 
     def __init__(self, max_bytes: int | None) -> None:
         self._max_bytes = max_bytes
+        # `stored` is the bytes in the tree, and `level` the highest cost of a node
+        # evicted so far, which is added to later costs.
         self.stored, self.evictions, self.level = 0, 0, 0.0
         self.running: weakref.WeakSet[RunningPoints] = weakref.WeakSet()
 
@@ -55,14 +50,13 @@ class Budget:
         return self.stored + sum(points.nbytes for points in self.running)
 
     def claim(self, tokens: int, now: float = math.inf) -> Claim:
-        """Return the claim of a request of `tokens` tokens; see `Claim` for `now`."""
+        """Return the claim of a request of `tokens` tokens."""
         return Claim(tokens, self.level + tokens, now)
 
     def room(self, tree: PrefixTree, size: int, claim: Claim) -> bool:
         """Evict nodes that cost less than a claim until `size` more bytes fit.
 
-        Returns:
-            True if they fit.
+        False: they do not fit.
         """
         while self.nbytes + size > self.max_bytes:
             costs = (

@@ -1,9 +1,8 @@
 """Writing the nodes of a prefix cache's tree to its folder, and reading them.
 
-After a request has stored nodes, a separate thread writes them, parents first; the
-arrays of a node are evaluated and never change. Segments (files) of other and of
-earlier processes become bare nodes: the tree has the tokens of such a node, and its
-rows are read when a request can use them.
+After a request has stored nodes, a separate thread writes them, parents first. Segments
+(files) of other and of earlier processes become bare nodes: the tree has the tokens of
+such a node, and its rows are read when a request can use them.
 """
 
 import logging
@@ -28,14 +27,7 @@ LOG = logging.getLogger("mlx_speculation.caches")
 
 
 class Persistence:
-    """The segments of one tree.
-
-    Args:
-        folder: the folder with the files of the segments.
-        tree: the tree.
-        roles: the roles of the tree.
-        lock: the lock that the writer thread holds whenever it reads the tree.
-    """
+    """The segments of one tree; the writer thread reads the tree under `lock`."""
 
     def __init__(
         self,
@@ -77,13 +69,13 @@ class Persistence:
     def _leading_to(self, segment: Segment) -> tuple[Node, Any] | None:
         """Return the node where a segment begins, and the digest of all tokens before.
 
-        Most segments begin at the end of another segment; a few begin inside one, where
-        two texts diverge. None: the tokens before the segment are not in the tree.
+        None: the tokens before the segment are not in the tree.
         """
         if segment.parent in self._places:
             node, digest = self._places[segment.parent]
             if _in_tree(node):
                 return node, digest
+        # A segment may begin inside another one, where two texts diverge.
         for node in self._tree.nodes():
             if node.start < segment.start <= node.stop:
                 before = node.text[: segment.start]

@@ -3,11 +3,9 @@
     prefixes = PrefixCache(max_bytes=4 << 30)
     generator = SpeculativeGenerator(model, tokenizer, prefix_cache=prefixes)
 
-A prefix cache keeps one `BoundedTree` with the rows of the target, the draft model and
-the heads, in one byte budget. Restore points of running streams count in the budget
-until they are stored or the stream is gone. Streams of several threads may share a
-prefix cache: its arrays are evaluated and never change, and a lock guards the tree.
-After a change of the models' weights, call `clear`.
+Restore points of running streams count in the byte budget until they are stored or the
+stream is gone. Streams of several threads may share a prefix cache: its arrays are
+evaluated and never change, and a lock guards the tree.
 """
 
 import os
@@ -33,13 +31,15 @@ from mlx_speculation.errors import InvalidRequestError
 class PrefixCache:
     """Rows and states of earlier requests, in at most `max_bytes` of memory.
 
+    After a change of the models' weights, call `clear`.
+
     Args:
         max_bytes: limit of the bytes of all kept arrays. None: a quarter of the memory
             that is free at the first use, or 2 GB if that is unknown.
-        every: largest distance of two restore points, in tokens. A model with rings or
-            recurrent layers can be resumed only at restore points. A resumed request
-            reads at most `every` known tokens again. Each point costs the bytes of all
-            states. No chunk of a prompt and no edge of the tree is longer than `every`.
+        every: largest distance of two restore points, in tokens, and largest length of
+            a prompt's chunk and of an edge. A model with rings or recurrent layers can
+            be resumed only at restore points, so a resumed request reads at most
+            `every` known tokens again. Each point costs the bytes of all states.
         folder: directory that keeps the contents for later processes with the same
             models. Several processes may share it. It is created with mode 0700.
             None: memory only.
@@ -106,7 +106,6 @@ class PrefixCache:
             self._begin()
 
     def _begin(self) -> None:
-        """Begin an empty tree, and link it to the folder."""
         self._tree = BoundedTree(self._roles, self._budget, self._every)
         self._budget.stored = 0
         if self._folder is not None and self._roles:
@@ -123,13 +122,11 @@ class PrefixCache:
         caches: Sequence[Sequence[Any]],
         shape: FixedShape | None = None,
     ) -> None:
-        """Bind the prefix cache to these models for good.
+        """Bind the prefix cache for good to models, with new empty caches of each.
 
-        Args:
-            owners: the models, compared by identity.
-            caches: new empty caches of each.
-            shape: shape of the first model's forwards in exact mode; None: the model is
-                not in exact mode. Rows computed in one shape cannot be used in another.
+        Models are compared by identity. `shape` is the shape of the first model's
+        forwards in exact mode; None: the model is not in exact mode. Rows computed in
+        one shape cannot be used in another.
 
         Raises:
             InvalidRequestError: the prefix cache is bound to other models or to another
@@ -144,10 +141,8 @@ class PrefixCache:
     def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:
         """Add a role for a head on the first model, and return the role's index.
 
-        Args:
-            owner: the head, compared by identity.
-            caches: new empty caches of the head.
-            lag: row m of the head is computed from the tokens [0, m + lag].
+        `owner` is the head, compared by identity, and `caches` are new empty caches of
+        it. Row m of the head is computed from the tokens [0, m + lag].
         """
         with self._lock:
             return self._roles.bind_head(owner, caches, lag)
@@ -174,8 +169,8 @@ class PrefixCache:
     def take(self, points: RunningPoints, point: Point) -> None:
         """Add a restore point to those of a stream.
 
-        To make room, nodes that cost less than the request (see `Budget`) are evicted,
-        then points of this stream are dropped.
+        To make room, nodes that cost less than the request are evicted, then points of
+        this stream are dropped.
         """
         with self._alone():
             self._tree.add_point(points, point)
@@ -195,8 +190,7 @@ class PrefixCache:
     def fetch(self, tokens: Tokens) -> int:
         """Read from the folder into memory the rows that a request can use.
 
-        Returns:
-            The number of tokens that the target could reuse from memory before this.
+        Returns how many tokens the target could reuse from memory before this.
         """
         with self._alone() as again:
             disk = None if again else self._disk
@@ -208,11 +202,10 @@ class PrefixCache:
         return usable
 
     def _read(self, disk: Persistence, tokens: Tokens) -> Tokens:
-        """Read the segments that hold rows for `tokens`.
+        """Read the segments that hold rows for `tokens`; return the tokens to try next.
 
-        Returns:
-            The tokens to try next: the same if a file was damaged, fewer if there is no
-            room, none if everything was read.
+        These are the same if a file was damaged, fewer if there is no room, and none if
+        everything was read.
         """
         segments, claim = disk.missing(tokens), self._tree.claim(tokens)
         for segment, nodes in segments:
@@ -228,12 +221,10 @@ class PrefixCache:
         return ()
 
     def lookup(self, which: int, tokens: Tokens, back: int = 0) -> Snapshot | None:
-        """Return a snapshot for the longest reusable prefix of `tokens`, or None.
+        """Return a snapshot of role `which` for the longest usable prefix of `tokens`.
 
-        Args:
-            which: the index of the role.
-            tokens: the text, from its first token on.
-            back: a role without states is resumed `back` tokens before the prefix ends.
+        None: nothing is usable. A role without states is resumed `back` tokens before
+        the prefix ends.
         """
         with self._alone():
             return self._tree.lookup(which, tokens, back)
@@ -259,11 +250,9 @@ class PrefixCache:
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Lock the tree; yield whether this thread is already changing the tree.
-
-        This happens if the garbage collector ends a stream during a change.
-        """
+        """Lock the tree; yield whether this thread is already changing the tree."""
         with self._lock:
+            # True again if the garbage collector ends a stream during a change
             again, self._changing = self._changing, True
             try:
                 yield again

@@ -7,11 +7,10 @@
     └── E [40, 64)   target: rows, state at 64
 
 For each role (the target, a draft model, heads) a node holds the rows of the tokens on
-the edge above it, and perhaps the states at the end of the edge. Row m of a role with
-lag L is computed from the tokens [0, m + L], so for the edge [a, b) a node holds the
-rows [a - L, b - L). If a node lacks a role's rows, that role can use only the nodes
-above it. A node without the target's rows in memory is bare. All nodes below a bare
-node are bare too.
+the edge above it, and perhaps the states at the end of the edge. For the edge [a, b)
+and a role with lag L, these are the rows [a - L, b - L). If a node lacks a role's rows,
+that role can use only the nodes above it. A node without the target's rows in memory is
+bare. All nodes below a bare node are bare too.
 
 A role whose caches have only rows can be resumed at any token. A role with states can
 be resumed only at a restore point: the end of a node that holds its states.
@@ -138,10 +137,9 @@ class PrefixTree:
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
         """Return the target's answers, if `tokens` leave the tree inside an answer.
 
-        Returns:
-            The number of tokens before that answer; and all answers that begin there
-            and their stored prefixes, the longest first. If `tokens` leave the tree
-            elsewhere or not at all: 0 and no answers.
+        The results are the number of tokens before that answer, and all answers that
+        begin there, with their stored prefixes, the longest first. If `tokens` leave
+        the tree elsewhere or not at all, they are 0 and no answers.
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]
@@ -254,14 +252,12 @@ class PrefixTree:
         return freed
 
     def forget_file(self, file: Segment) -> None:
-        """Remove a file from its nodes; remove nodes left without rows and children.
-
-        A node with children stays: the children's files are usable again once the
-        target has read the tokens of the lost file.
-        """
+        """Remove a file from its nodes; remove nodes left without rows and children."""
         nodes = [node for node in self.nodes() if node.file is file]
         for node in nodes:
             node.file = None
+        # A node with children stays: their files are usable again once the target has
+        # read the tokens of the lost file.
         for lost in nodes:
             while lost.parent and not (lost.resident or lost.file or lost.children):
                 parent = lost.parent
@@ -275,7 +271,6 @@ class PrefixTree:
 
 
 def _common(run: Tokens, other: Tokens) -> int:
-    """Return the length of the common prefix."""
     if tuple(run) == tuple(other):
         return len(run)
     pairs = zip(run, other, strict=False)

@@ -1,7 +1,6 @@
 """The restore points of a running stream, and the caches stored at the stream's end.
 
-The points belong to the stream. They count in the budget of the prefix cache that will
-store them. A role is the target, a draft model or a head.
+A role is the target, a draft model or a head.
 """
 
 from collections.abc import Sequence
@@ -42,14 +41,10 @@ class Left(NamedTuple):
 
 
 class RunningPoints:
-    """The restore points of one running stream; they count in the cache's budget.
-
-    Attributes:
-        taken: the points, in order.
-    """
+    """The restore points of one running stream; they count in the cache's budget."""
 
     def __init__(self) -> None:
-        self.taken: list[Point] = []
+        self.taken: list[Point] = []  # in order
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +54,8 @@ class RunningPoints:
     def thin_out(self) -> None:
         """Drop the point that leaves the smallest gap, but not the first or the newest.
 
-        To resume at the first point, the fewest KV rows have to be stored. The newest
-        is nearest to the end of the text. With fewer than three points, the newest is
-        dropped.
+        The first point needs the fewest KV rows, and the newest is nearest to the end
+        of the text. With fewer than three points, the newest is dropped.
         """
         places = [point.stop for point in self.taken]
         around = zip(places, places[2:], strict=False)

@@ -1,8 +1,8 @@
 """The roles of a prefix cache: the target, draft models, and heads on the target.
 
-A mark identifies a role in files, across processes. It is a hash of the loaded model
-(see `fingerprint`), not of the model's folder or revision: the files in a folder may
-change, and copies in two folders are the same model.
+A mark identifies a role in files, across processes. It is a hash of the loaded model,
+not of the model's folder or revision: the files in a folder may change, and copies in
+two folders are the same model.
 """
 
 import hashlib
@@ -46,11 +46,7 @@ class Role(NamedTuple):
 
 
 class Roles(list[Role]):
-    """The roles of one prefix cache; none is ever removed.
-
-    Args:
-        marked: whether roles need marks, for files.
-    """
+    """The roles of one prefix cache; none is removed. `marked`: they need marks."""
 
     def __init__(self, *, marked: bool) -> None:
         super().__init__()
@@ -129,10 +125,10 @@ class Roles(list[Role]):
 def fingerprint(model: nn.Module) -> str:
     """Return the fingerprint of a model or head, 64 hexadecimal digits.
 
-    It covers everything that determines the model's rows: every byte of the parameters
-    with their names, shapes and dtypes (and so any quantization, adapter or edited
-    weight), the arguments, the classes and plain settings of all modules (such as the
-    scale of an adapter), and the versions of the packages that compute.
+    It covers everything that determines the model's rows: the bytes, names, shapes and
+    dtypes of all parameters, the arguments, the classes and plain settings of all
+    modules (such as the scale of an adapter), and the versions of the packages that
+    compute.
     """
     arrays: Any = sorted(tree_flatten(model.parameters()), key=lambda pair: pair[0])
     flat = [array.reshape(-1).view(mx.uint8) for _, array in arrays]

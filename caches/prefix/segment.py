@@ -6,8 +6,7 @@
     plan      by the mark of each role: the role's index, the number of arrays of each
               leaf, the fields of its states; `{"array": 5}` stands for `0.states.5`
 
-A file is checked against the folder's key, so the plan is as it was written. If the
-plan still does not fit the caches of this process, decoding raises `FlawError`.
+The folder's key guards a file, so the plan is as it was written.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,9 +6,9 @@
 
 Each file is written under a temporary name and then renamed, so a killed process leaves
 no incomplete file under a final name. Names, digests and seals (HMACs of headers) are
-made with the key: a file that is damaged, swapped, cut or from another folder is
-removed and logged, and the model reads its tokens again. Several processes may share a
-folder. Files of other models are not read, but count toward the limit.
+made with the key. A file that is damaged, swapped, cut or from another folder is
+removed and logged. Several processes may share a folder. Files of other models are not
+read, but count toward the limit.
 """
 
 import hmac
@@ -69,11 +69,10 @@ class Segment:
 
 
 class SegmentFolder:
-    """Files of segments.
+    """Files of segments, in at most `gigabytes`.
 
-    Args:
-        folder: directory, created with mode 0700 if missing.
-        gigabytes: limit of all files in it; the least recently used are removed first.
+    The folder is created with mode 0700 if missing. The least recently used files are
+    removed first.
 
     Raises:
         InvalidRequestError: other users may read the folder, its key is not valid, or
@@ -254,16 +253,14 @@ class SegmentFolder:
             (self.path / name).unlink()
 
     def _make_room(self, size: int) -> None:
-        """Remove abandoned and least recently used files until `size` more bytes fit.
-
-        Files are counted every 10 seconds, and whenever there may be no room.
-        """
+        """Remove abandoned, then least recently used files until `size` bytes fit."""
         if size > self._max_bytes:
             raise OSError(
                 f"a segment has {size} bytes, and disk_gigabytes allows "
                 f"{self._max_bytes} in all"
             )
         now = time.time()
+        # Files are counted every 10 seconds, and whenever there may be no room.
         self._bytes += size
         if self._bytes <= self._max_bytes and now - self._counted < COUNTED_SECONDS:
             return
@@ -286,7 +283,6 @@ class SegmentFolder:
 
 
 def _segment_of(name: str, said: Any) -> Segment:
-    """Return the segment that a header describes."""
     return Segment(
         name,
         said["parent"],

@@ -6,12 +6,8 @@
     ArraysCache, deepseek_v41.LayerCache,             the offset where it was taken
     BatchKVCache, BatchRotatingKVCache
 
-A ring has overwritten or dropped the rows that it does not need at its offset, a
-recurrent state never had rows, and the rows of a batch are at different positions. A
-state is copied when it is taken: a ring is written in place, and recurrent slots are
+A state is copied when it is taken: a ring is written in place, and recurrent slots are
 often small views that would keep large arrays in memory.
-
-A further kind needs one more line in `HOLDINGS`.
 """
 
 from collections.abc import Callable
@@ -104,11 +100,8 @@ def arrays_of(fields: Fields | None) -> list[mx.array]:
 
 
 def with_room(cache: Any, parts: list[Arrays], rows: int) -> Arrays:
-    """Return the parts joined, with room for the next rows.
-
-    Only caches that are written in place (they have a `step`) need room, since the next
-    write would otherwise copy the buffers.
-    """
+    """Return the parts joined, with room for the next rows."""
+    # A cache with a `step` is written in place; without room, a write would copy it.
     step = getattr(cache, "step", None)
     room = 0 if step is None else step - rows % step
 

@@ -25,7 +25,7 @@ READABLE = (*_FROM_THE_START, RotatingKVCache, SlidingKVCache)
 
 
 def check_readable(cache: Any, place: int) -> None:
-    """Refuse a cache whose rows cannot be read. Does not change it.
+    """Refuse a cache whose rows cannot be read.
 
     Raises:
         UnsupportedCacheError: the cache is of another kind, or its `keep` is above 0.
@@ -46,14 +46,10 @@ def check_readable(cache: Any, place: int) -> None:
 def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.array]:
     """Return the rows of the last positions before `stop` that the cache still has.
 
-    Args:
-        cache: a cache that `check_readable` allows, not empty.
-        stop: the position after the last one to read, at most the cache's offset.
-        count: the largest number of positions to read; None: all.
-
-    Returns:
-        Keys [batch, heads, rows, key dim] and values [batch, heads, rows, value dim];
-        quantized rows are dequantized, which copies them.
+    The results are keys [batch, heads, rows, key dim] and values [batch, heads, rows,
+    value dim]. Quantized rows are dequantized, which copies them. `cache` is not empty,
+    and of a kind that `check_readable` allows. `stop` is at most its offset. `count` is
+    the largest number of positions to read; None: all.
 
     Raises:
         InvalidRequestError: the cache has none of these positions.

@@ -7,17 +7,17 @@
     head, tail = split(both, 64)                     tokens [0, 64) and [64, 90)
     restore(head, make_prompt_cache(model))          new caches with 64 tokens
 
-A snapshot has all caches of a model. KV rows can be cut anywhere. Rings, chunks,
-batches and recurrent states exist only at the offset where they were taken, the
-snapshot's `stop`. To cut a snapshot with such layers elsewhere, separate the states:
+KV rows can be cut anywhere. Rings, chunks, batches and recurrent states exist only at
+the offset where they were taken, the snapshot's `stop`. To cut a snapshot with such
+layers elsewhere, separate the states:
 
     ranges, states = both.ranges, both.states        rows of [0, 90); states at 90
     head, tail = split(ranges, 64)                   legal; neither can be restored
     merge(merge(head, tail), states)                 the same as `both`
 
 KV rows are views, so taking them copies nothing. While a view lives, the next write to
-its cache copies the whole buffer, as mlx does with every buffer of two owners. A
-`copied()` snapshot has rows of its own, and can be used in any thread.
+its cache copies the whole buffer. A `copied()` snapshot has rows of its own, and can be
+used in any thread.
 """
 
 from collections.abc import Sequence
@@ -97,10 +97,7 @@ class Snapshot:
         return Snapshot(self.stop, self.stop, bare)
 
     def copied(self) -> "Snapshot":
-        """Return a snapshot with its own copies of the rows.
-
-        The states are shared with this snapshot; they are copies already.
-        """
+        """Return a snapshot with its own copies of the rows; it shares the states."""
         return replace(self, leaves=tuple(_with_own_rows(x) for x in self.leaves))
 
 
@@ -190,7 +187,7 @@ def _with_own_rows(leaf: HeldLeaf) -> HeldLeaf:
 
 
 def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
-    """Refuse leaves of different models."""
+    """Raise InvalidRequestError if the leaves are of different models."""
     if len(some) != len(others):
         raise InvalidRequestError(
             f"One side has {len(some)} leaf caches and the other {len(others)}. "

@@ -1,7 +1,4 @@
-"""Taking snapshots of live caches, and restoring them.
-
-`caches.snapshots.snapshot` defines a snapshot, and joins and cuts snapshots.
-"""
+"""Taking snapshots of live caches, and restoring them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,12 +31,10 @@ def snapshot(
 ) -> Snapshot:
     """Return a snapshot of the caches for the tokens [start, stop).
 
-    Args:
-        caches: mlx-lm caches, one per layer as `make_prompt_cache` returns them.
-        start: the first token. Rows of earlier tokens are left out.
-        stop: the end of the range. None: the number of tokens that the caches hold. If
-            no cache knows that number (models of recurrent layers only), pass `stop`. A
-            smaller number is legal if all caches can be cut there.
+    `caches` are mlx-lm caches, one per layer as `make_prompt_cache` returns them.
+    `stop` is by default the number of tokens that they hold. It has to be passed if all
+    layers are recurrent, since these do not know the number. It may be smaller if all
+    caches can be cut there.
 
     Raises:
         UnsupportedCacheError: a snapshot cannot hold a cache of this kind, or the cache
@@ -69,15 +64,11 @@ def snapshot(
 
 
 def restore(saved: Snapshot, target: Sequence[Any]) -> None:
-    """Replace the contents of caches by those of a snapshot.
+    """Replace the contents of caches by those of a snapshot of the same model.
 
     If the snapshot's `start` is above 0, the caches have to hold exactly the first
     `start` tokens, which stay. Everything is checked and built before the first cache
     changes. The rows are copied once, into buffers with room for more.
-
-    Args:
-        saved: the snapshot.
-        target: live caches of the same model.
 
     Raises:
         InvalidRequestError: the caches are those of another model, or do not hold
@@ -113,10 +104,7 @@ def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
 
 
 def _extent(caches: Sequence[Any]) -> int | None:
-    """Return the number of tokens in the caches; None: no leaf counts them.
-
-    For a batch, this is the position of the furthest row.
-    """
+    """Return how many tokens the caches, or a batch's furthest row, hold, if known."""
     offsets = (_offset(leaf) for leaf in flat(caches))
     return max((each for each in offsets if each is not None), default=None)
 

@@ -10,8 +10,7 @@
     leaves        the caches in a list, those inside `CacheList`s too; their positions
     convert       conversions of whole lists of caches from one class to another
 
-These classes are cheaper to roll back or to batch than mlx-lm's. `caches.journals` has
-their journals.
+These classes are cheaper to roll back or to batch than mlx-lm's.
 """
 
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache

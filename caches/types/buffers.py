@@ -17,8 +17,6 @@ def buffers(cache: Any) -> Arrays:
 
 
 def own(array: mx.array) -> mx.array:
-    """Return a copy, not evaluated, in a new buffer of exactly the array's size.
-
-    `mx.contiguous` would share the old buffer if `array` is nearly all of that buffer.
-    """
+    """Return a copy, not evaluated, in a new buffer of exactly the array's size."""
+    # `mx.contiguous` would share the old buffer if `array` is nearly all of it.
     return mx.concatenate([array, array[:0]])

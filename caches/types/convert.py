@@ -6,7 +6,6 @@
 
 `with_slack` and `as_native` return new lists and do not change the given caches. A
 cache that is not replaced is in both lists, so use only one of the lists afterwards.
-Batches use the methods of mlx-lm's caches: merge, extend, filter and extract.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,9 +64,8 @@ def _replaced(
 def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any]:
     """Return batch caches with copies of the contents of these sequences' caches.
 
-    Args:
-        rows: the caches of each sequence, one per layer.
-        in_steps: see `RaggedKVCache`.
+    `rows` has the caches of each sequence, one per layer; see `RaggedKVCache` for
+    `in_steps`.
     """
     result = _merged([as_native(caches) for caches in rows])
     for leaf in flat(result):
@@ -92,11 +90,8 @@ def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
-    """Append the rows of other batch caches to these caches.
-
-    If one layer fails, all caches are restored: extending a cache only assigns new
-    arrays to its attributes.
-    """
+    """Append the rows of other batch caches; if one layer fails, restore all caches."""
+    # The old attributes suffice: `extend` only assigns new arrays to them.
     before = [(vars(leaf), dict(vars(leaf))) for leaf in flat(caches)]
     try:
         for cache, other in zip(caches, others, strict=True):

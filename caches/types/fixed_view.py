@@ -5,7 +5,7 @@ every forward has the same number of rows, and a row at position p gets a view o
 
     V(p) = step * (p // step + 1)
 
-rows of a cache, and a boolean mask hides the positions after p:
+rows of a cache. A boolean mask hides the positions after p:
 
     step 256, rows 8    offset 3      256 keys, bool mask [8, 256]
                         offset 250    256 keys; only rows 250 to 255 are written
@@ -13,14 +13,14 @@ rows of a cache, and a boolean mask hides the positions after p:
 
 All rows of a forward share a view, so a forward takes only tokens up to the next step
 (`FixedShape.room`). Padding rows past the view are not written, and their results are
-not read. A buffer is exactly as long as its view, so the buffer's strides too depend
-only on the position. The buffer grows by a copy at each step, as in mlx-lm.
+not read. A buffer is exactly as long as its view, so its strides too depend only on the
+position.
 
-The view of a sliding window has all rows that any row of a step may see. These are the
-positions [max(0, start - max_size), start + step), where `start` is the step's first.
+The view of a sliding window has all rows that any row of a step may see: the positions
+[max(0, start - max_size), start + step), where `start` is the step's first.
 
-The views share the `__dict__` of a live cache (see `caches.journals.live`): their
-offset and buffers are those of the live cache, and moving the offset undoes writes.
+A view shares the `__dict__` of its live cache (see `caches.journals.live`), so it has
+the same offset and buffers. Moving the offset undoes writes.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,6 @@ class FixedShape:
     step: int = STEP  # the view of the keys grows by this many rows; at least `rows`
 
     def __post_init__(self) -> None:
-        """Check both numbers."""
         if type(self.rows) is not int or not 2 <= self.rows <= MOST_ROWS:
             raise InvalidRequestError(
                 f"The number of rows is {self.rows!r}; it has to be a whole number "
@@ -76,18 +75,11 @@ class FixedShape:
 def fixed_mask(
     rows: int, offset: int, first: int, stop: int, window: int | None
 ) -> mx.array:
-    """Return the mask of rows from `offset` on over the positions [first, stop).
+    """Return the mask of `rows` rows from `offset` on, bool [rows, stop - first].
 
-    Args:
-        rows: number of rows.
-        offset: the position of the first row.
-        first: the position of the first column.
-        stop: the position after the last column. A row at or past `stop` sees the same
-            as a row at `stop` - 1, so that no row of the mask is empty.
-        window: number of positions that a row sees, itself included; None: all.
-
-    Returns:
-        bool [rows, stop - first].
+    The columns are the positions [first, stop). A row at or past `stop` sees the same
+    as a row at `stop` - 1, so that no row of the mask is empty. `window` is the number
+    of positions that a row sees, itself included; None: all.
     """
     positions = mx.minimum(mx.arange(offset, offset + rows), stop - 1)[:, None]
     columns = mx.arange(first, stop)[None]
@@ -115,12 +107,7 @@ class _FixedRows:
         return fixed_mask(N, live.offset, 0, stop, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Write the rows that fit into the view, and return the view.
-
-        Args:
-            keys: [batch, heads, rows, key dim].
-            values: [batch, heads, rows, value dim].
-        """
+        """Write the rows [batch, heads, rows, dim] that fit; return the view."""
         live: Any = self
         start, rows = live.offset, keys.shape[2]
         stop = self._shape.shown(start)

@@ -75,7 +75,7 @@ def checked_leaves(
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:
-    """Return every leaf cache. Every step calls this, so places are left out."""
+    """Return every leaf cache, without its place: faster than `leaves`."""
     if CacheList not in map(type, caches):
         return list(caches)
     result: list[Any] = []
@@ -85,11 +85,7 @@ def flat(caches: Sequence[Any]) -> list[Any]:
 
 
 def check_single(caches: Sequence[Any]) -> None:
-    """Refuse caches that hold a batch, or are of a batch class.
-
-    Raises:
-        UnsupportedCacheError: a leaf is a batch cache or holds several states.
-    """
+    """Raise UnsupportedCacheError if a leaf is a batch cache or has several states."""
     for leaf in flat(caches):
         several = type(leaf) is ArraysCache and leaf.batch_size > 1
         if several or is_batch(leaf):
@@ -109,8 +105,8 @@ def _rows(leaf: Any) -> int:
 def position(caches: Sequence[Any]) -> int | None:
     """Return how many positions the caches hold; None: no leaf counts them.
 
-    Recurrent states do not count positions. If leaves count different numbers, the
-    largest is returned, since a leaf that the model does not use stays at 0.
+    If leaves count different numbers, the largest is returned: a leaf that the model
+    does not use stays at 0.
 
     Raises:
         InvalidRequestError: a leaf is a batch cache, with a position for each row.
@@ -126,10 +122,8 @@ def position(caches: Sequence[Any]) -> int | None:
 
 
 def assign(caches: Sequence[Any], fields: Sequence[dict[str, Any]]) -> None:
-    """Set the fields of all caches, or of none if Ctrl-C interrupts.
-
-    All updates are made in one call, so no Python code runs between them.
-    """
+    """Set the fields of all caches, or of none if Ctrl-C interrupts."""
+    # One call, so that no Python code runs between the updates.
     deque(map(dict.update, [vars(cache) for cache in caches], fields), maxlen=0)
 
 

@@ -9,12 +9,11 @@ whole steps, leaves few key counts:
                                             here: 512 keys, bool mask [3, 512]
 
 A step is 512 rows. Past 4,096 rows a step is an eighth of the largest power of two that
-is not above the row count. So long texts need few plans too, and their padding is at
-most an eighth of their rows.
+is not above the row count, so padding is at most an eighth of the rows.
 
 The padding consists of zeros or of rows that were rolled back. The mask gives it weight
-0 in the attention. If a row of the padding is not finite, the logits are not finite
-either; every round checks whether they are finite.
+0, but if a row of it is not finite, the logits are not finite either. Every round
+checks whether they are finite.
 
 A sliding window is padded until it is full. From then on its row count is constant.
 
@@ -45,16 +44,13 @@ def asks_cudnn(dtype: mx.Dtype) -> bool:
 
 
 class KeySteps:
-    """State that the layers of one round share.
-
-    Attributes:
-        ends: the offset after the rows of the last mask, if that mask was padded. The
-            keys are the sizes of sliding windows; None: no window.
-    """
+    """State that the layers of one round share."""
 
     __slots__ = ("ends",)
 
     def __init__(self) -> None:
+        # By the size of the window (None: no window), the offset after the rows of the
+        # last mask, if that mask was padded.
         self.ends: dict[int | None, int] = {}
 
 
@@ -87,12 +83,7 @@ class SteppedKVCache(KVCache):
         return stepped_mask(N, self.offset, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Write as the live cache does; return the rows that the mask was made for.
-
-        Args:
-            keys: [batch, heads, rows, key dim].
-            values: [batch, heads, rows, value dim].
-        """
+        """Write as the live cache does; return the rows that the mask was made for."""
         self._live.update_and_fetch(keys, values)
         return self.keys_and_values()
 
@@ -121,10 +112,7 @@ def stepped_mask(count: int, offset: int, window: int | None) -> mx.array:
 
 
 def shown_in_steps(cache: Any) -> tuple[mx.array, mx.array]:
-    """Return a cache's rows padded to whole steps; grow its buffers if necessary.
-
-    Row 0 of the buffers has to be position 0.
-    """
+    """Return a cache's rows padded to whole steps; its row 0 has to be position 0."""
     rows, room = cache.offset, whole_steps(cache.offset)
     if cache.keys.shape[2] < room:
         cache.keys = with_room(cache.keys, rows, room)

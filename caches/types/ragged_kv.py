@@ -10,13 +10,9 @@ position. So a commit changes only the length of each row:
     commit([1, 3])                             lengths 6 and 5, nothing is copied
     a write of 1 returns                       columns [0, 7); each row has its mask
 
-The mask hides the columns after a row's length. Rows of different lengths need a mask
-in both caches. Models use this cache like a `BatchKVCache`, through `make_mask`,
-`update_and_fetch` and `offset`; `offset` has a number for each row.
-
 The lengths are kept on the host, and are the same in all layers of a model. So arrays
-that depend on the lengths are made on the host, once for all layers. If each layer
-computed these arrays on the GPU, they would take a sixth of all kernels of a step.
+that depend on the lengths are made on the host, once for all layers. Made on the GPU in
+each layer, they would take a sixth of all kernels of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +33,6 @@ Pair = tuple[Any, Any]  # keys and values; each is one array, or three if quanti
 
 class RaggedKVCache(BatchKVCache):
     """Keys and values of several sequences, each from column 0 on.
-
-    Args:
-        rows: number of sequences.
 
     Attributes:
         keys: [rows, heads, columns, dim]; None: nothing was written yet.
@@ -78,7 +71,6 @@ class RaggedKVCache(BatchKVCache):
 
     @classmethod
     def _of(cls, caches: Sequence[Any]) -> "RaggedKVCache":
-        """Return an empty batch with one row for each of these single-row caches."""
         return cls(len(caches))
 
     @property
@@ -87,7 +79,7 @@ class RaggedKVCache(BatchKVCache):
         return max(self.lengths, default=0)
 
     def needed(self, rows: Sequence[int] | None = None) -> int:
-        """Return the columns that these rows need, a multiple of `step`; None: all."""
+        """Return how many columns these rows need, a multiple of `step`; None: all."""
         lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
         return self._whole(max(lengths, default=0))
 
@@ -97,12 +89,7 @@ class RaggedKVCache(BatchKVCache):
         return self._shown(self.columns)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Write after each row's last position; return the columns of the longest row.
-
-        Args:
-            keys: [rows, heads, positions, dim].
-            values: likewise.
-        """
+        """Write [rows, heads, positions, dim] after each row's end; return columns."""
         width, lengths = keys.shape[2], self.lengths
         self.stepped = width > 1
         stop = self._shown(max(lengths) + width)
@@ -189,7 +176,6 @@ class RaggedKVCache(BatchKVCache):
         return cache
 
     def _row(self) -> Any:
-        """Return an empty cache of one row."""
         return KVCache()
 
     @property
@@ -242,10 +228,8 @@ class RaggedKVCache(BatchKVCache):
 
 
 def taken(array: mx.array, places: mx.array) -> mx.array:
-    """Return the rows at `places` of an array.
-
-    On CUDA, mlx copies element by element, so eight bytes are viewed as one element.
-    """
+    """Return the rows at `places` of an array."""
+    # On CUDA, mlx copies element by element, so view eight bytes as one element.
     if array.shape[-1] * array.itemsize % mx.uint64.size:
         return array[places]
     return array.view(mx.uint64)[places].view(array.dtype)

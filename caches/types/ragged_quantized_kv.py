@@ -1,9 +1,9 @@
 """Quantized keys and values of a batch in which each row begins at column 0.
 
-mlx-lm has quantized caches for one sequence only. This cache holds a batch of quantized
-rows in the layout of `RaggedKVCache`, with the same journal. Each position is quantized
-alone, along its last axis. So a row's codes, scales and biases are bit for bit those of
-a `QuantizedKVCache` that holds the row's sequence:
+mlx-lm has quantized caches for one sequence only. This cache has the layout of
+`RaggedKVCache`. Each position is quantized alone, along its last axis. So a row's
+codes, scales and biases are bit for bit those of a `QuantizedKVCache` that holds the
+row's sequence:
 
     keys      codes [rows, heads, columns, dim * bits / 32], uint32
               scales and biases [rows, heads, columns, dim / group_size]
@@ -23,10 +23,7 @@ from mlx_speculation.errors import InvalidRequestError
 class RaggedQuantizedKVCache(RaggedKVCache):
     """Quantized keys and values of several sequences, each from column 0 on.
 
-    Args:
-        rows: number of sequences.
-        group_size: numbers that share a scale.
-        bits: bits per number.
+    A number takes `bits` bits, and `group_size` numbers share a scale.
     """
 
     def __init__(self, rows: int, group_size: int = 64, bits: int = 8) -> None:
@@ -36,11 +33,6 @@ class RaggedQuantizedKVCache(RaggedKVCache):
 
     @classmethod
     def _of(cls, caches: Sequence[Any]) -> "RaggedQuantizedKVCache":
-        """Return an empty batch with one row for each of these single-row caches.
-
-        Raises:
-            InvalidRequestError: the caches' bits or group sizes differ.
-        """
         first, *others = caches
         merged = cls(len(caches), first.group_size, first.bits)
         for other in others:
@@ -70,16 +62,11 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return keys, tuple(part[..., :stop, :] for part in self.values)
 
     def extend(self, other: Any) -> None:
-        """Append the rows of another batch.
-
-        Raises:
-            InvalidRequestError: the two batches' bits or group sizes differ.
-        """
+        """Append the rows of a batch; refuse other bits or another group size."""
         self._check_form(other)
         super().extend(other)
 
     def _row(self) -> Any:
-        """Return an empty cache of one row."""
         return QuantizedKVCache(self.group_size, self.bits)
 
     def _check_form(self, other: Any) -> None:

@@ -1,8 +1,7 @@
 """A sliding window of rows, contiguous and in order, followed by slack.
 
 `SlidingKVCache` replaces a `RotatingKVCache` with `keep=0`. Its buffer has room for the
-window and for `slack` more rows. Rows are in the order of their positions, and each
-write goes in place after the last row:
+window and for `slack` more rows. Each write goes in place after the last row:
 
     max_size 4, slack 3; rows are named by their position, . is free
     before            2 3 4 5 6 . .      offset 7
@@ -11,10 +10,8 @@ write goes in place after the last row:
                                          buffer; returns [5, 10), to be masked
     the last 2 undone 4 5 6 7 . . .      only indices move
 
-So a round writes only its own rows, and undoing a round copies nothing. A write of one
-row returns exactly the rows that this row sees, so no mask is needed. In return, a
-cache takes `slack` more rows of memory, and copies its window once in about `slack`
-rows.
+So undoing a round copies nothing, and a write of one row needs no mask. In return, the
+cache copies its window once in about `slack` rows.
 
 The rows [0, `_end`) of the buffers hold the positions [offset - `_end`, offset), among
 them always the last `max_size`. `keys_and_values` returns the rows [`_first`, `_end`).
@@ -34,18 +31,15 @@ State = tuple[mx.array | None, mx.array | None, int, int, int, int, int]
 
 
 def default_slack(max_size: int) -> int:
-    """Return the slack for a window: as many rows as the window, and at least 1024.
-
-    At most one row is then copied for each row written. This is little compared to the
-    `max_size` rows that attention reads for each row.
-    """
+    """Return the slack for a window: as many rows as the window, and at least 1024."""
+    # At most one row is then copied for each row written.
     return max(LEAST_SLACK, max_size)
 
 
 class SlidingKVCache:
-    """The last `max_size` rows of keys and values, in order.
+    """The last `max_size` rows of keys and values [batch, heads, rows, dim], in order.
 
-    To a model it behaves like a `RotatingKVCache` (a ring): the offset, the masks for
+    For a model it is like a `RotatingKVCache` (a ring): the offset, the masks for
     several rows and the visible rows are the same. After one-row writes to a full ring
     the order of the rows differs, so outputs differ by rounding.
 
@@ -79,9 +73,7 @@ class SlidingKVCache:
     def from_native(
         cls, native: RotatingKVCache, slack: int | None = None
     ) -> "SlidingKVCache":
-        """Return a cache with a copy of the rows of `native`, which does not change.
-
-        The window is copied at the next evaluation.
+        """Return a cache with a copy of the rows of `native`; `native` does not change.
 
         Raises:
             InvalidRequestError: `native` is of another class, has `keep` above 0, or
@@ -121,12 +113,7 @@ class SlidingKVCache:
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Append rows; return up to `max_size` - 1 rows before them, then the new rows.
-
-        Args:
-            keys: [batch, heads, rows, key dim].
-            values: [batch, heads, rows, value dim].
-        """
+        """Append rows; return at most `max_size` - 1 rows before them, then these."""
         return self._append(keys, values, undo=0)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -139,9 +126,8 @@ class SlidingKVCache:
     ) -> Any:
         """Return the mask for the next `n` rows.
 
-        For one row the mask is None, since the row sees all rows that a write returns.
-        Only a model whose window is smaller than `max_size` would get an array; mlx-lm
-        has no such model.
+        One row sees all rows that a write returns, so its mask is None. It is an array
+        only if `window_size` is below `max_size`; mlx-lm has no such model.
         """
         before = min(self.offset, self.max_size - 1)
         if n > 1:
@@ -174,8 +160,7 @@ class SlidingKVCache:
         """Drop the last `n` rows, or all if there are fewer; return how many.
 
         Raises:
-            InvalidRequestError: rows of the window before the dropped rows are gone;
-                nothing changed.
+            InvalidRequestError: rows of the window before the dropped rows are gone.
         """
         n = min(n, self.offset)
         if n < 0 or self._end - n < min(self.offset - n, self.max_size):
@@ -240,12 +225,9 @@ class SlidingKVCache:
 
 
 def _buffer(rows: mx.array, size: int, *, filled: bool = False) -> mx.array:
-    """Return a buffer of `size` rows: zeros, or with `filled`, `rows` and then zeros.
-
-    A fill and a write in place cost half as much as a concatenation with zeros.
-    """
+    """Return a buffer of `size` rows: zeros, or with `filled` `rows` and then zeros."""
     batch, heads, count, dim = rows.shape
     buffer = mx.zeros((batch, heads, size, dim), rows.dtype)
-    if filled:
+    if filled:  # half the cost of a concatenation with zeros
         buffer[..., :count, :] = rows
     return buffer

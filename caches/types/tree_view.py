@@ -7,8 +7,7 @@ rows, each sees only its ancestors and itself, and its depth gives its position:
     row 3 sees positions 0 to 6, row 0 and itself             depths   0  1  2  1
     with a window of 4 it sees positions 5 and 6, row 0 and itself: its position is 8
 
-This module makes the mask; the model rotates queries and keys by the rows' positions. A
-`TreeView` holds no rows: all are in the cache, and are undone like any other rows.
+This module makes the mask; the model rotates queries and keys by the rows' positions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +24,9 @@ class TreeRows(NamedTuple):
     """Rows of a forward that are a tree, or one level of a tree.
 
     Attributes:
-        seen: bool [rows, columns], whether a row sees a column. A row sees its own
-            column and those of its ancestors. The last columns are those of these rows;
-            before them are those of rows that the round has already written.
+        seen: bool [rows, columns]: True for a row's own column and those of its
+            ancestors. The last columns are those of these rows. The columns before them
+            are those of rows that the round has already written.
         depths: int32 [rows], the position of each row minus that of the first row.
         shift: number added to the cache's offset to get the rows' position; negative if
             the round has already written rows of other branches.
@@ -39,7 +38,7 @@ class TreeRows(NamedTuple):
 
 
 class TreeView:
-    """A view of one cache for a model that is fed a tree; only the mask differs."""
+    """A view of one cache with the offset and the mask of a tree; it holds no rows."""
 
     def __init__(self, cache: Any, rows: TreeRows) -> None:
         self._cache, self._rows = cache, rows
@@ -86,11 +85,7 @@ def holds_trees(caches: Sequence[Any]) -> bool:
 
 
 def check_trees(caches: Sequence[Any]) -> None:
-    """Refuse caches whose rows cannot be a tree.
-
-    Raises:
-        UnsupportedCacheError: a cache is of a kind that holds no trees.
-    """
+    """Raise UnsupportedCacheError if a cache is of a kind that holds no trees."""
     for cache in _without_trees(caches):
         raise UnsupportedCacheError(
             f"A {type(cache).__name__} cannot hold a draft tree; a KVCache, "
@@ -114,13 +109,9 @@ def tree_views(caches: Sequence[Any], rows: TreeRows) -> list[TreeView]:
 def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
     """Move some of the rows that a round wrote to the places of its first rows.
 
-    The rows of a tree's accepted path are then adjacent, and the caller drops the rows
-    after them. Rows from before the round do not move.
-
-    Args:
-        caches: live caches that `check_trees` allows.
-        written: number of rows that the round wrote to each cache, in one forward.
-        rows: indices, among the written rows, of the rows to move, in rising order.
+    The caller then drops the rows after them. The caches are live caches that
+    `check_trees` allows. The round wrote `written` rows to each of them, in one
+    forward. `rows` are indices among these, in rising order.
     """
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):

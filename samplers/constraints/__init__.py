@@ -2,5 +2,5 @@
 
 `base` has the protocols that a user implements, `progress` follows one generation,
 `masks` has the allowed ids of many rows, and `llguidance` has JSON schemas, regular
-expressions and grammars. Constraints do not know models, caches or probabilities.
+expressions and grammars.
 """

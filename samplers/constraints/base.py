@@ -1,10 +1,8 @@
 """Constraints: which token ids may come next in a text.
 
-A grammar, a JSON schema or a list of allowed tokens is a `Constraint`. Its state
-belongs to one place in one text. A round forks the state for every draft position, and
-drops the forks of rejected tokens, so a state is never rolled back (see `progress`).
-This module is the interface for authors of constraints. It works on token ids and numpy
-arrays, not on text.
+This is the interface for authors of constraints, such as a grammar, a JSON schema or a
+list of allowed tokens. A round forks the state for every draft position, and drops the
+forks of rejected tokens, so a state is never rolled back.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,10 +19,10 @@ class ConstraintState(Protocol):
     """A place in one text, with the tokens that may come next."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which token ids may come next, bool [ids].
+        """Return which token ids may come next, bool [ids]. Does not change the state.
 
         Ids past the end of the array are not allowed. The values of end-of-text ids are
-        ignored, since `may_end` decides on them. Does not change the state.
+        ignored, since `may_end` decides on them.
 
         Raises:
             ConstraintError: the mask cannot be computed, for example because a limit
@@ -46,10 +44,7 @@ class ConstraintState(Protocol):
         ...
 
     def fork(self) -> "ConstraintState":
-        """Return a state at the same place, independent of this one.
-
-        Called once for each draft position, so it has to be fast.
-        """
+        """Return an independent state at the same place; has to be fast."""
         ...
 
 
@@ -70,8 +65,7 @@ class TokenAutomaton:
         TokenAutomaton({0: {5: 1}, 1: {5: 2}, 2: {6: 2, 7: 2}}, accepting={2})
 
     Args:
-        transitions: the next state by state and token id. A missing state has no next
-            state.
+        transitions: the next state by state and token id.
         accepting: the states in which the text may end.
         start: the state before the first token.
 
@@ -109,7 +103,7 @@ def allowed_tokens(ids: Collection[int]) -> TokenAutomaton:
 
 
 class AutomatonState:
-    """A state of a `TokenAutomaton`; see `ConstraintState`."""
+    """A state of a `TokenAutomaton`."""
 
     def __init__(
         self,
@@ -132,7 +126,7 @@ class AutomatonState:
         return self._place in self._accepting
 
     def advance(self, token: int) -> None:
-        """Append a token to the text; see `ConstraintState`."""
+        """Append a token to the text."""
         steps = self._next.get(self._place, {})
         if token not in steps:
             raise ConstraintError(

@@ -1,14 +1,8 @@
 """JSON schemas, regular expressions and grammars as constraints, by llguidance.
 
-Two other libraries compute masks too: xgrammar, which needs torch, and outlines-core,
-which takes regular expressions only. llguidance has no dependencies, takes recursive
-grammars, copies a matcher in about a microsecond, however long the text, and reads the
-tokenizers of transformers. The extra `grammar` installs llguidance. It has wheels for
-macOS and Linux, x86-64 and arm64, and every Python from 3.9 on.
-
-A grammar sees only the text of the tokens, not their ids, so any split of a text into
-tokens is allowed. The masks of this module never allow an end-of-text id: the caller
-allows such an id where `may_end` is True.
+The extra `grammar` installs llguidance. A grammar sees only the text of the tokens, not
+their ids, so any split of a text into tokens is allowed. The masks of this module never
+allow an end-of-text id: the caller allows such an id where `may_end` is True.
 """
 
 import json
@@ -98,7 +92,7 @@ class Grammar:
 
 
 class GrammarState:
-    """A place in the text of a `Grammar`; see `ConstraintState`."""
+    """A place in the text of a `Grammar`."""
 
     def __init__(self, matcher: "LLMatcher", end: int) -> None:
         self._matcher, self._end = matcher, end
@@ -121,7 +115,7 @@ class GrammarState:
         return self._matcher.is_accepting()
 
     def advance(self, token: int) -> None:
-        """Append a token to the text; see `ConstraintState`."""
+        """Append a token to the text."""
         if not 0 <= token < self._end:
             raise ConstraintError(
                 f"Token {token} is not allowed here: the tokenizer's ids go from 0 to "
@@ -155,8 +149,8 @@ def json_schema(
     Args:
         schema: a JSON schema, as a mapping, True for any JSON, or as text.
         tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
-        compact: allow no whitespace outside of strings. Otherwise any amount of it is
-            allowed, and a small model may write whitespace without end.
+        compact: allow no whitespace outside of strings. Otherwise a small model may
+            write whitespace without end.
 
     Raises:
         InvalidRequestError: the schema or the tokenizer cannot be used.
@@ -185,9 +179,7 @@ def regex(pattern: str, tokenizer: Any) -> Grammar:
 
         regex(r"(yes|no)( [0-9]{1,3})?", tokenizer)
 
-    Args:
-        pattern: in the syntax of Rust's regex crate, without anchors and look-around.
-        tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
+    The pattern has the syntax of Rust's regex crate, without anchors and look-around.
 
     Raises:
         InvalidRequestError: the pattern or the tokenizer cannot be used.
@@ -202,9 +194,7 @@ def lark(grammar: str, tokenizer: Any) -> Grammar:
 
         lark('start: "(" start ")" | /[0-9]+/', tokenizer)
 
-    Args:
-        grammar: in llguidance's variant of the Lark syntax.
-        tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
+    The grammar is in llguidance's variant of the Lark syntax.
 
     Raises:
         InvalidRequestError: the grammar or the tokenizer cannot be used.
@@ -226,7 +216,6 @@ def _library() -> Any:
 
 
 def _vocabulary(tokenizer: Any) -> Vocabulary:
-    """Return the vocabulary of a tokenizer, which is read once."""
     fast = _fast(tokenizer)
     known = _READ.get(fast)
     if known is None or known.end != fast.backend_tokenizer.get_vocab_size():
@@ -258,9 +247,6 @@ def _read(fast: PreTrainedTokenizerFast) -> Vocabulary:
 def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
     """Return the vocabulary of a tokenizer in a form that any process can read.
 
-    Args:
-        tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
-
     Raises:
         InvalidRequestError: the tokenizer cannot be used.
         MissingLibraryError: llguidance is not installed.
@@ -284,13 +270,7 @@ def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
 
 
 def unusable(reason: str, grammar: str, kind: str = "grammar") -> InvalidRequestError:
-    """Return the error for a grammar that llguidance refuses.
-
-    Args:
-        reason: llguidance's message.
-        grammar: the grammar as the caller wrote it.
-        kind: the word for the grammar, such as "JSON schema".
-    """
+    """Return the error for a grammar that llguidance refuses for `reason`."""
     return InvalidRequestError(
         f"The {kind} cannot be used: {_plain(reason)}. It is: {_shortened(grammar)}"
     )

@@ -1,8 +1,7 @@
 """Masks of the token ids that a constraint allows in rows of logits.
 
 A mask depends on the tokens before its row. Drafted tokens are on the device, so the
-host has to read them, which it does while the device computes the row's logits. Such
-reads are counted.
+host has to read them, which it does while the device computes the row's logits.
 """
 
 from collections.abc import Sequence
@@ -29,9 +28,7 @@ class Masks:
     def on(self, rows: Rows, ahead: Sequence[int]) -> Rows:
         """Return the rows with their masks.
 
-        Args:
-            rows: the tokens before each row.
-            ahead: the tokens that follow the committed text, read by the host.
+        The host has read `ahead`, the tokens that follow the committed text.
         """
         self._reads += bool(ahead)
         return replace(rows, allowed=self.text.masks(ahead, rows.count))
@@ -45,13 +42,10 @@ class Masks:
         row's allowed ids, the row allows all ids: its probabilities stay valid, and the
         target rejects the drafted token.
 
-        Args:
-            logits: [rows, vocab], or [rows, n] with `ids`. Their computation is
-                submitted before drafted tokens are read.
-            rows: the tokens before each row.
-            ids: uint32 [n], the token ids of the columns.
+        `logits` are [rows, vocab], or [rows, n] with the token ids of the columns,
+        `ids` uint32 [n].
         """
-        mx.async_eval(logits)
+        mx.async_eval(logits)  # before the host waits for drafted tokens
         ahead: Any = [] if rows.ahead is None else rows.ahead.tolist()
         rows = self.on(rows, ahead)
         assert rows.allowed is not None

@@ -2,15 +2,14 @@
 
 A path is a list of token ids that follow the committed text. It leads to a place in the
 text. A path's place is computed once in a round, for the draft, the target's rows and
-the commit. A tree has a path for each node.
+the commit.
 
     committed text ends in place s, drafted d_1 d_2 d_3, d_3 not allowed after d_2
     row 0   allowed in s                     row 2   allowed after d_1 d_2
     row 1   allowed after d_1                row 3   any id: d_3 is never accepted
 
-A text ends in one of two ways. At places where it may end, end-of-text ids are allowed,
-and one may be chosen. If a text may end and no token may follow, the text is complete:
-it ends with its last token, and no end-of-text id is chosen.
+At places where the text may end, end-of-text ids are allowed. If no token may follow
+there, the text is complete: it ends with its last token, without an end-of-text id.
 """
 
 from collections.abc import Collection, Sequence
@@ -97,10 +96,7 @@ class Constrained:
             )
 
     def place(self, path: Sequence[int]) -> Place | None:
-        """Return the place after these tokens.
-
-        None: one of the tokens is not allowed, or is an end-of-text id.
-        """
+        """Return the place after these tokens; None: one is barred or end-of-text."""
         key = tuple(path)
         if key not in self._places:
             self._places[key] = self._step(self.place(key[:-1]), key[-1])
@@ -110,8 +106,7 @@ class Constrained:
         """Return the tokens, at most `limit`, that have to follow `ahead`.
 
         Each is the only token that its mask allows. For a fixed piece of text, masks of
-        llguidance allow one tokenization only, that of its `compute_ff_tokens`. The
-        places are kept: a round over these tokens needs them anyway.
+        llguidance allow one tokenization only, that of its `compute_ff_tokens`.
         """
         path = list(ahead)
         while len(path) < len(ahead) + limit:
@@ -123,32 +118,25 @@ class Constrained:
         return path[len(ahead) :]
 
     def masks(self, ahead: Sequence[int], count: int) -> mx.array:
-        """Return the masks of rows that follow the last `count` prefixes of `ahead`.
+        """Return the masks of rows after the last `count` prefixes of `ahead`.
 
-        A row from which no token can be emitted allows every id. Such a row follows a
-        token that the constraint does not allow (it is never accepted), or comes where
-        no token may follow (`follow` cuts the text there).
-
-        Args:
-            ahead: token ids after the committed text, drafted or chosen.
-            count: the number of rows, from 1 to `len(ahead) + 1`.
-
-        Returns:
-            bool [count, ids].
+        The result is bool [count, ids]. `ahead` are token ids after the committed text,
+        and `count` is at most their number + 1.
         """
         masks = np.ones((count, len(self._usable)), dtype=np.bool_)
         shortest = len(ahead) + 1 - count
         for row, length in enumerate(range(shortest, len(ahead) + 1)):
             place = self.place(ahead[:length])
+            # Another row allows every id: its token is never emitted, since it comes
+            # after a token that is not allowed, or where `follow` cuts the text.
             if place is not None and place.mask.any():
                 masks[row] = place.mask
         return mx.array(masks)
 
     def follow(self, emitted: Sequence[int]) -> Followed:
-        """Return how many of a round's tokens stay.
+        """Return how many of a round's tokens stay; the committed text does not change.
 
-        The tokens are cut after the first one that no token may follow. The committed
-        text does not change.
+        The tokens are cut after the first one that no token may follow.
 
         Raises:
             ConstraintError: a token is not allowed.

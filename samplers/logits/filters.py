@@ -1,9 +1,8 @@
 """Filters on logits before any temperature, in mlx-lm's order, with its definitions.
 
 mlx-lm filters log-probabilities. They differ from logits by one number per row, which
-changes a filter's result by rounding only. Given log-probabilities, these filters have
-mlx-lm's result to the last bit (but see `top_p`). Filtering logits instead saves a pass
-over the vocabulary.
+changes a filter's result by rounding only. Filtering logits saves a pass over the
+vocabulary.
 
 A row has the same result to the last bit whether it is filtered alone, with other rows
 or with padding. So ties are broken by id, where mlx-lm leaves them to a partition, and
@@ -22,15 +21,9 @@ from mlx_speculation.samplers.sampling import Sampling
 def apply_filters(
     logits: mx.array, sampling: Sampling, coins: mx.array | None = None
 ) -> mx.array:
-    """Apply the request's filters.
+    """Apply the request's filters to float32 [..., vocab]; dropped tokens get -inf.
 
-    Args:
-        logits: float32 [..., vocab], before any temperature.
-        sampling: the request's options.
-        coins: float32 [...] from [0, 1), XTC's coin of each row; None: XTC is off.
-
-    Returns:
-        float32 [..., vocab], -inf for dropped tokens.
+    `coins` are XTC's coins of the rows, float32 [...] from [0, 1); None: XTC is off.
     """
     if 0 < sampling.top_p < 1:
         logits = top_p(logits, sampling.top_p)
@@ -50,11 +43,11 @@ def top_p(logits: mx.array, share: float) -> mx.array:
     """Keep the most probable tokens, up to this share of probability.
 
     A token stays if all more probable tokens together have less than the share; tokens
-    of equal float32 probability are all kept or all dropped. (Holtzman et al.,
-    "The Curious Case of Neural Text Degeneration", 2020.)
+    of equal float32 probability are all kept or all dropped. (Holtzman et al., "The
+    Curious Case of Neural Text Degeneration", 2020.)
 
-    Sums are whole numbers, see the module `top_p`. mlx-lm adds up float32 in sorted
-    order, so results may differ for a token whose sum is within rounding of the share.
+    mlx-lm adds up float32 in sorted order, so results may differ for a token whose sum
+    is within rounding of the share.
     """
     probs = mx.softmax(logits, axis=-1)
     return mx.where(probs < nucleus_edge(probs, share), -mx.inf, logits)
@@ -63,10 +56,7 @@ def top_p(logits: mx.array, share: float) -> mx.array:
 def min_p(logits: mx.array, share: float, keep: int = 1) -> mx.array:
     """Drop tokens less probable than `share` times the most probable one.
 
-    Args:
-        logits: float32 [..., vocab].
-        share: above 0, at most 1.
-        keep: keep at least this many of the most probable tokens.
+    Keep at least the `keep` most probable tokens. Logits are float32 [..., vocab].
     """
     kept = logits >= logits.max(axis=-1, keepdims=True) + math.log(share)
     if keep > 1:
@@ -80,14 +70,9 @@ def xtc(
     """Of the tokens more probable than the threshold, keep the least probable only.
 
     "Exclude top choices" as mlx-lm defines it: probabilities are normalized over the
-    tokens that earlier filters have left. mlx-lm has one coin for all rows; here each
-    row has its own.
-
-    Args:
-        logits: float32 [..., vocab].
-        applied: bool [...], whether the row's coin applies XTC.
-        threshold: from 0 to 0.5.
-        special: ids that stay; ids past the vocabulary are ignored.
+    tokens that earlier filters have left. Each row has its own coin; `applied` bool
+    [...] says whether it applies XTC. Logits are float32 [..., vocab]. `special` ids
+    stay.
     """
     probs = mx.softmax(logits, axis=-1)
     choices = mx.where(probs > threshold, probs, mx.inf)
@@ -101,16 +86,8 @@ def xtc(
 def top_k(logits: mx.array, k: int) -> mx.array:
     """Keep the k most probable tokens of each row, the lowest ids among equals.
 
-    mlx-lm leaves the choice among equals to a partition, whose result may depend on the
-    number of rows. Here a partition only finds the edge, in a fifth to a tenth of the
-    time of a sort.
-
-    Args:
-        logits: float32 [..., vocab].
-        k: at least 1; a row with at most k tokens keeps all.
-
-    Returns:
-        float32 [..., vocab], -inf for dropped tokens.
+    Logits are float32 [..., vocab]; dropped tokens get -inf. A row with at most k
+    tokens keeps all.
     """
     return mx.where(_largest(logits, k), logits, -mx.inf)
 
@@ -120,7 +97,8 @@ def _largest(values: mx.array, k: int) -> mx.array:
     width = values.shape[-1]
     if k >= width:
         return mx.ones(values.shape, dtype=mx.bool_)
-    # A partition puts the value of this index where a sort would put it.
+    # A partition puts the value of this index where a sort would put it, in a fifth to
+    # a tenth of the time. Its choice among equals may depend on the number of rows.
     edge = mx.partition(values, width - k, axis=-1)[..., width - k, None]
     above = values > edge
     equal = values == edge

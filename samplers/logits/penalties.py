@@ -1,8 +1,8 @@
 """Logit bias and the penalties for repeated tokens, for many rows at once.
 
 The results equal those of mlx-lm's processors (row by row) to the last bit, in the
-logits' own dtype; see `mlx_lm.sample_utils.make_logits_processors`. Windows of earlier
-tokens are made on the device, since the host does not read drafted tokens.
+logits' own dtype. Windows of earlier tokens are made on the device, since the host does
+not read drafted tokens.
 """
 
 import mlx.core as mx
@@ -12,11 +12,7 @@ from mlx_speculation.samplers.sampling import Sampling
 
 
 class Penalties:
-    """The request's logit bias and penalties, in mlx-lm's order.
-
-    Attributes:
-        active: whether a bias or penalty is set.
-    """
+    """The request's logit bias and penalties, in mlx-lm's order."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = some = sampling
@@ -78,26 +74,21 @@ def presence(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
 
 
 def frequency(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
-    """Subtract the penalty from a token's logit once per occurrence.
-
-    Subtracting n times the penalty at once would round differently.
-    """
+    """Subtract the penalty from a token's logit once per occurrence."""
     width = logits.shape[-1]
     tokens, valid = windows.tokens, windows.valid & (windows.tokens < width)
     amounts = mx.where(valid, mx.array(penalty, logits.dtype), 0)
     rows = mx.arange(len(logits), dtype=mx.uint32)[:, None]
+    # Subtracting n times the penalty at once would round differently.
     return logits.at[rows, mx.where(valid, tokens, 0)].subtract(amounts)
 
 
 def _own(windows: Windows, width: int) -> tuple[mx.array, mx.array]:
-    """Return the window's ids below `width`, and whether a row has any.
-
-    Invalid entries repeat a valid token of the row, so that all writes to an id write
-    the same value.
-    """
+    """Return the window's ids below `width`, and whether a row has any."""
     valid = windows.valid & (windows.tokens < width)
     some = mx.argmax(valid, axis=-1, keepdims=True)
     result = mx.take_along_axis(valid, some, axis=-1)
     other = mx.take_along_axis(windows.tokens, some, axis=-1)
+    # Invalid entries repeat a valid token, so that all writes to an id are equal.
     tokens = mx.where(valid, windows.tokens, mx.where(result, other, 0))
     return tokens, result

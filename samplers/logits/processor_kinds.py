@@ -1,7 +1,6 @@
 """Kinds of logits processors: serial, pure, or with a state that can be restored.
 
-The module `processors` says when each kind is called. `pure` and `ForkableProcessor`
-are for authors of processors.
+`pure` and `ForkableProcessor` are for authors of processors.
 """
 
 from functools import update_wrapper
@@ -38,7 +37,7 @@ class ForkableProcessor(Protocol):
 
 
 class PureProcessor:
-    """A logits processor whose result depends on its arguments alone; see `pure`."""
+    """A logits processor whose result depends on its arguments alone."""
 
     def __init__(self, processor: LogitsProcessor) -> None:
         if not callable(processor):

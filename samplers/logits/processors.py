@@ -47,17 +47,13 @@ class Processors:
         processors.keep(emitted)                      # the number of emitted tokens
         processors.restore(before)                    # instead, if the round has failed
 
-    A plain step has one row, whose token is always emitted, so it needs no `keep`. If
-    `parallel` is False, steps use `serial` too, after the host has read the last token.
-
-    Args:
-        sampling: the request's options.
-        width: the columns of the target's logits. The user's processors get this
-            width also for a draft's logits.
+    A plain step has one row, whose token is always emitted, so it needs no `keep`. The
+    user's processors get the target's `width`, also for a draft's logits.
 
     Attributes:
         active: whether logits are changed at all.
-        parallel: whether all rows can be processed at once.
+        parallel: whether all rows can be processed at once. If not, plain steps use
+            `serial` too, after the host has read the last token.
         has_state: whether a failed round or a rejected draft changes the state of a
             processor.
 
@@ -119,10 +115,8 @@ class Processors:
 
         Ask for a row once the choice before it is known to be emitted and does not end
         the text. If the round fails and runs again, the results of its calls are used
-        again and the processors are not called.
-
-        Reads the drafted tokens once. Does not write to the logits [rows, vocab], and
-        yields [1, vocab] for each row. All known tokens must precede each row.
+        again. Does not write to the logits [rows, vocab], and yields [1, vocab] for
+        each row. All known tokens must precede each row.
         """
         drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
         self._forget_committed(rows.known)

@@ -1,9 +1,8 @@
 """Noise that depends on (seed, position, purpose, token id) and on nothing else.
 
-Position i has a Gumbel vector over token ids. It is the same in a forward of many rows
-and in a plain step, for logits of any width, and for draft and target. The largest
-sum of log-probability and noise is a sample of the distribution (Gumbel-max; Maddison
-et al., "A* Sampling", 2014). So two models with the same noise mostly choose alike.
+Position i has a Gumbel vector over token ids. The largest sum of log-probability and
+noise is a sample of the distribution (Gumbel-max; Maddison et al., "A* Sampling",
+2014). So two models with the same noise mostly choose alike.
 
 A value of `mx.random` depends on the shape of its draw, so each position has one draw
 of a fixed width. Keys are made on the device: Threefry is a keyed function, so hashed
@@ -22,12 +21,7 @@ CHOICE = 1  # a purpose; `round_keys` has more of them
 
 
 def stream_key(seed: int, purpose: int) -> mx.array:
-    """Return the key words of (seed, purpose), uint32 [2].
-
-    Args:
-        seed: from 0 to 2**64 - 1; both halves count.
-        purpose: what the noise is for, such as `CHOICE`.
-    """
+    """Return the key words of (seed, purpose), uint32 [2]; seed is below 2**64."""
     low, high = seed & 0xFFFFFFFF, seed >> 32
     words = mx.random.split(mx.array([low, high], dtype=mx.uint32))[0]
     return mx.random.split(words ^ mx.array([purpose, 0], dtype=mx.uint32))[0]
@@ -46,10 +40,8 @@ def gumbel_of(keys: mx.array, width: int) -> mx.array:
 def gumbel(key: mx.array, positions: mx.array, width: int) -> mx.array:
     """Return the noise of each position over all token ids, float32 [rows, width].
 
-    Args:
-        key: uint32 [2], from `stream_key`.
-        positions: integer [rows], counted from 0 over the whole sequence.
-        width: the number of token ids, the same for every draw of a sequence.
+    `key` is uint32 [2], from `stream_key`. Positions are integer [rows], counted from 0
+    over the whole sequence. `width` is the same for every draw of a sequence.
     """
     return gumbel_of(position_keys(key, positions), width)
 
@@ -63,13 +55,8 @@ def position_keys(key: mx.array, positions: mx.array) -> mx.array:
 class GumbelNoise:
     """The noise of one purpose and seed, drawn for a block of positions at once.
 
-    The values are those of `gumbel`. A draw takes a dozen small operations, which slow
-    down a small model. With blocks most steps only take a slice, and draft and target
-    share the block. At most two blocks are held: 8 MiB.
-
-    Args:
-        key: uint32 [2], from `stream_key`.
-        width: the number of token ids.
+    The values are those of `gumbel`, whose dozen small operations slow down a small
+    model. With blocks most steps only take a slice. At most two blocks are held: 8 MiB.
     """
 
     def __init__(self, key: mx.array, width: int) -> None:

@@ -1,13 +1,13 @@
 """Noise of rejection and block verification, keyed by round and by position.
 
-The key of a draw is (seed, start of the round, position, purpose). A key without the
-start of the round would be wrong: if a round discards the draw at a position, the next
-round would get the same draw there again. Block verification accepts or rejects by the
-draws that it discards, so the generated text would be biased.
+The key of a draw is (seed, start of the round, position, purpose). Without the start of
+the round, a round would repeat the draws that an earlier round discarded at its
+positions. Block verification accepts or rejects by the draws that it discards, so the
+generated text would be biased.
 
 A key has two words: the start of the round, XORed with the first word of the stream's
-key, and the position, XORed with the second. So each pair (start, position) has its own
-key. A sum in one word would not do: (3, 5) and (4, 4) have the same sum.
+key, and the position, XORed with the second. A sum in one word would not do: (3, 5) and
+(4, 4) have the same sum.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,11 @@ XTC = 5  # keyed by position alone: it is part of the target's distribution
 
 
 def round_keys(stream: mx.array, starts: mx.array, positions: mx.array) -> mx.array:
-    """Return one key per draw; no two pairs (start, position) have the same key.
+    """Return one key per draw, uint32 [rows, 2]; each (start, position) has its own.
 
-    Args:
-        stream: uint32 [2] or [rows, 2], from `noise.stream_key`: seed and purpose.
-        starts: integer [rows] or [], the position of the round's first new token.
-        positions: integer [rows] or [], the position of the token that is drawn.
-
-    Returns:
-        uint32 [rows, 2].
+    `stream` is uint32 [2] or [rows, 2], from `stream_key`. `starts`, integer [rows] or
+    [], are the positions of the rounds' first new tokens, and `positions`, likewise,
+    those of the drawn tokens.
     """
     starts, positions = mx.broadcast_arrays(starts, positions)
     return stream ^ mx.stack([starts, positions], axis=-1).astype(mx.uint32)

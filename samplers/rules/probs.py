@@ -1,18 +1,16 @@
 """Probabilities for acceptance rules: distributions as rows.
 
 Axes: `[..., k, vocab]`, with any batch axes in front. A rule gets k + 1 distributions
-of the target (`target_probs`, one for each row), k of the draft (`draft_probs`),
-the drafted tokens, and uniform coins from [0, 1). All functions are lazy, read nothing
-on the host, and keep the dtype of the probabilities: float32 in a round, float64 in
-tests that enumerate all outcomes.
+of the target (`target_probs`, one for each row), k of the draft (`draft_probs`), the
+drafted tokens, and uniform coins from [0, 1). All functions are lazy and keep the dtype
+of the probabilities: float32 in a round, float64 in tests.
 
 `draft_probs` must be exactly the distributions that the tokens were drawn from: those
 after the draft's temperature and filters. None: the tokens were chosen without noise.
 
 Rows of a batch may have drafts of unequal length. After the end of a draft, rows of
 `draft_probs` are all zeros; without `draft_probs` the drafted id is -1. Such padding is
-never accepted. If all tokens before it are accepted, the next token has the target's
-own distribution. The decision to end a draft may depend on the earlier tokens and the
+never accepted. The decision to end a draft may depend on the earlier tokens and the
 distribution of the next token, but not on the next token itself.
 """
 
@@ -78,10 +76,7 @@ class Rule:
 def draft_distributions(
     target_probs: mx.array, draft_probs: mx.array | None, drafted: mx.array
 ) -> mx.array:
-    """Return the draft's distributions, one-hot for tokens chosen without noise.
-
-    Shapes are those of `Rule.verify`; shapes that do not fit are refused.
-    """
+    """Return the draft's distributions, one-hot for tokens chosen without noise."""
     batch, k = drafted.shape[:-1], drafted.shape[-1]
     vocab = target_probs.shape[-1]
     check_shape("target_probs", target_probs, (*batch, k + 1, vocab))
@@ -140,16 +135,10 @@ def residual(target_row: mx.array, draft_row: mx.array, share: mx.array) -> mx.a
 def probs_after(
     target_probs: mx.array, draft: mx.array, shares: mx.array, accepted: mx.array
 ) -> mx.array:
-    """Return the distribution of the token that follows the accepted ones.
+    """Return the distribution [..., vocab] of the token that follows the accepted ones.
 
-    Args:
-        target_probs: [..., k + 1, vocab].
-        draft: [..., k, vocab], from `draft_distributions`.
-        shares: [..., k + 1], the factor of each target row in the residual.
-        accepted: integer [...], from 0 to k.
-
-    Returns:
-        [..., vocab]: the target's row k if all k are accepted, else the residual.
+    It is the target's row k if all k are accepted, else the residual. `accepted` is
+    integer [...], from 0 to k; for `shares` see `Odds`.
     """
     target_row = row(target_probs, accepted)
     k = draft.shape[-2]
@@ -164,9 +153,8 @@ def probs_after(
 def draw(probs: mx.array, noise: mx.array) -> mx.array:
     """Draw one token per row: the largest of log-probability plus Gumbel noise.
 
-    Keyed choice draws in the same way. A token of probability 0 is never drawn. Rows
-    need not be normalized. [..., vocab] twice to uint32 [...]. The noise must not be
-    used for anything else.
+    A token of probability 0 is never drawn. Rows need not be normalized. [..., vocab]
+    twice to uint32 [...]. The noise must not be used for anything else.
     """
     scores = mx.log(probs) + noise
     return mx.argmax(mx.where(probs > 0, scores, -mx.inf), axis=-1)

@@ -12,10 +12,9 @@ rejection. If k is 1, if the draft was chosen without noise, or at temperature 0
 rules give the same result, and rejection costs less. Sun et al., "Block Verification
 Accelerates Speculative Decoding", ICLR 2025, algorithm 2.
 
-The draws of block verification must be keyed by round as well as by position
-(`samplers.noise.round_keys`): the number of accepted tokens depends on the coins and
-drafted tokens of every position, rejected ones included. So coins have to be
-independent of all earlier rounds.
+In block verification the number of accepted tokens depends on the coins and drafted
+tokens of every position, rejected ones included. So its draws must be keyed by round as
+well as by position (`samplers.noise.round_keys`).
 """
 
 import mlx.core as mx
@@ -24,11 +23,8 @@ from mlx_speculation.samplers.rules.probs import Odds, Rule, token_probs
 
 
 def _token_odds(target_probs: mx.array, draft: mx.array, drafted: mx.array) -> Odds:
-    """Return the odds of each drafted token, given that all before it are accepted.
-
-    A token whose probability in the draft is 0 is never accepted: it was not drawn from
-    this distribution.
-    """
+    """Return the odds of each drafted token, given that all before it are accepted."""
+    # A token whose probability in the draft is 0 was not drawn from it: no coin passes.
     part = token_probs(target_probs[..., :-1, :], drafted)
     shares = mx.ones(target_probs.shape[:-1], dtype=target_probs.dtype)
     return Odds(part, token_probs(draft, drafted), shares)
