@@ -36,10 +36,7 @@ class Journal(Protocol):
 
     @property
     def written(self) -> int | None:
-        """Positions written since the journal was opened.
-
-        None: unknown; then only all positions or none can be kept.
-        """
+        """Positions written so far; None: unknown, so only all or none can be kept."""
         ...
 
     def prepare(self, keep: Any) -> None:

@@ -67,8 +67,7 @@ def check_written(
 ) -> int | None:
     """Check `keep` against what each layer wrote; return the number of positions.
 
-    `each` has the number of positions that each layer wrote; None: unknown. With
-    `whole`, only all or nothing may be kept.
+    None in `each`: unknown. With `whole`, only all or nothing may be kept.
     """
     written = max((count for count in each if count is not None), default=None)
     _check_range(keep, written)

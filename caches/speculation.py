@@ -237,8 +237,8 @@ class Speculation:
         """Keep the first `keep` positions written, and close the speculation.
 
         A list has a number for each row of batch caches. The errors are those of
-        `prepare`; they are raised before anything changes. After `prepare(keep)`, only
-        `rerun` can fail. Everything then stays rolled back.
+        `prepare`, raised before anything changes. After `prepare(keep)`, only `rerun`
+        can fail. If it fails, everything stays rolled back.
         """
         if not self.open:
             self._refuse("commit")

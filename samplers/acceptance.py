@@ -152,8 +152,7 @@ def normalizers(logits: mx.array) -> mx.array:
     """Return the logsumexp of each row: [rows, vocab] to [rows], of the logits' dtype.
 
     It is not finite if no token can be chosen: the row holds a NaN or plus infinity, or
-    only minus infinity. The largest logit does not show this: on some devices it
-    ignores a NaN.
+    only minus infinity. The largest logit may ignore a NaN.
     """
     return mx.logsumexp(logits, axis=-1)
 

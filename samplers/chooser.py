@@ -112,11 +112,7 @@ class Chooser:
         return result[: len(processed)]
 
     def coins(self, positions: Sequence[int]) -> mx.array | None:
-        """Return XTC's coins of these positions, float32 [rows]; None: XTC is off.
-
-        They depend on the seed and the position alone, so draft, target and later
-        rounds have the same distribution at a position.
-        """
+        """Return XTC's coins of these positions, float32 [rows]; None: XTC is off."""
         if self.sampling.xtc_probability == 0:
             return None
         return coins(position_keys(self._xtc, mx.array(list(positions))))

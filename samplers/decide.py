@@ -35,7 +35,7 @@ from mlx_speculation.samplers.verifier import Verifier, spread
 class Ask:
     """Inputs of the decision for one request."""
 
-    verifier: Verifier  # the request's verifier
+    verifier: Verifier
     rows: Rows  # the tokens before each of the request's rows, k + 1 of them
     drafted: mx.array | None = None  # uint32 [k], the drafted tokens; None for k = 0
     # float32 [k, ids], what the drafted tokens were drawn from; None: not drawn
@@ -78,8 +78,7 @@ class Proposed(NamedTuple):
     # By request, the distribution that its token was drawn from, float32 [1, ids]; only
     # for requests whose token was drawn
     probs: dict[int, mx.array]
-    # By request, its error, for example from one of its processors
-    failed: dict[int, Exception]
+    failed: dict[int, Exception]  # by request
 
 
 def propose_all(
@@ -197,9 +196,9 @@ def _picked(
 ) -> mx.array:
     """Return the ids with the largest scores, uint32 [rows].
 
-    The choosers, one for each request, differ in the seed only. `processed` [rows, ids]
-    has the rows of one request after those of another. `starts` are the positions of
-    their first rows; not used if greedy.
+    There is one chooser for each request, and they differ in the seed only. `processed`
+    [rows, ids] has the rows of one request after those of another. `starts` are the
+    positions of their first rows; not used if greedy.
     """
     sampling, width = choosers[0].sampling, len(processed) // len(choosers)
     if choosers[0].greedy:

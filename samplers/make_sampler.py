@@ -13,8 +13,9 @@ from mlx_speculation.samplers.sampling import Sampling
 class SeededSampler:
     """A sampler whose options `mlx_speculation.stream_generate` reads.
 
-    `stream_generate` does not call it, but chooses tokens by its options, with noise
-    that follows from a seed. If mlx-lm calls it, it draws from mlx's global generator.
+    `stream_generate` does not call the sampler, but chooses tokens by its options, with
+    noise that follows from a seed. Called by mlx-lm, the sampler draws from mlx's
+    global generator.
     """
 
     sampling: Sampling  # its options
@@ -42,9 +43,10 @@ def make_sampler(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] | None = None,
 ) -> SeededSampler:
-    """Make a sampler with the options of `mlx_lm.sample_utils.make_sampler`.
+    """Make a sampler, as `mlx_lm.sample_utils.make_sampler` does.
 
     With this sampler and a seed, `stream_generate` gives the same text for every draft.
+    `Sampling` describes the options.
 
     Raises:
         InvalidRequestError: a value is out of its range.

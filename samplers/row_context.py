@@ -100,10 +100,7 @@ class Rows:
         return Rows(known, ahead, count, self.start, allowed)
 
     def windows(self, size: int, known: KnownTokens | None = None) -> Windows:
-        """Return the last `size` tokens before each row, or all of them for size 0.
-
-        Nothing is read from the device. `known` makes large windows cheap.
-        """
+        """Return the last `size` tokens before each row, or all of them for size 0."""
         first = self.lengths[0]
         size = size or max(self.lengths[-1], 1)
         begin = max(first - size, 0)
@@ -114,10 +111,7 @@ class Rows:
         return Windows(tail[mx.maximum(index, 0)].astype(mx.uint32), index >= 0)
 
     def prefixes(self, known: KnownTokens | None = None) -> list[mx.array]:
-        """Return the tokens before each row, int32 [n] as in mlx-lm, not read.
-
-        `known` makes long texts cheap.
-        """
+        """Return the tokens before each row, int32 [n] as in mlx-lm."""
         whole = self._since(0, known)
         return [whole[:length] for length in self.lengths]
 

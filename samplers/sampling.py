@@ -45,10 +45,12 @@ class Sampling:
         xtc_special_tokens: ids that XTC never drops, usually line ends and end-of-text.
         repetition_penalty: divides positive logits of earlier tokens and multiplies
             negative ones.
+        repetition_context_size: how many of the last tokens the penalty sees; 0: the
+            whole text, as in mlx-lm.
         presence_penalty: subtracted from the logits of earlier tokens.
+        presence_context_size: as `repetition_context_size`.
         frequency_penalty: subtracted from a token's logit once per occurrence.
-        repetition_context_size, presence_context_size, frequency_context_size: how many
-            of the last tokens the penalty sees; 0: the whole text, as in mlx-lm.
+        frequency_context_size: as `repetition_context_size`.
         logit_bias: added to the logits of token ids: a mapping of ids to values.
         logits_processors: callables with mlx-lm's signature, see `LogitsProcessor`.
             `logits.processor_kinds` says which of them keep speculation fast.

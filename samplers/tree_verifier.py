@@ -110,8 +110,8 @@ def best_children(
     """Return the most likely choices of the target after each row, the best first.
 
     These are token ids, uint32 [rows, count], and the logarithms of their
-    probabilities, float32 [rows, count]. The first is the choice of `propose`. Of
-    columns with equal numbers modulo `FEW`, at most the best one is returned.
+    probabilities, float32 [rows, count]. The first is the choice of `Verifier.propose`.
+    Of columns with equal numbers modulo `FEW`, at most the best one is returned.
     """
     chooser: Chooser = verifier.draft_chooser
     scores = logits

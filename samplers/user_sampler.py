@@ -42,11 +42,8 @@ def _one(token: Any) -> mx.array:
 def within(
     tokens: mx.array, normals: mx.array, width: int
 ) -> tuple[mx.array, mx.array]:
-    """Replace ids from `width` on, and set the normalizers of their rows to NaN.
-
-    The embedding would read such an id's row out of bounds before the host sees the id.
-    `tokens` are uint32 [rows], and `normals` [rows].
-    """
+    """Replace ids from `width` on, and set the normalizers of their rows to NaN."""
+    # The embedding would read out of bounds before the host sees such an id.
     exist = tokens < width
     nan = mx.array(mx.nan, normals.dtype)
     return mx.minimum(tokens, width - 1), mx.where(exist, normals, nan)

@@ -2,14 +2,11 @@
 
 Three acceptance rules, all lossless:
 
-    keyed       draft and target choose with the same noise, and a drafted token is
-                accepted if it is the target's own choice: a seed gives the same
-                text with every draft
-    rejection   a drafted token is accepted with probability min(1, p / q): the same
-                distribution, more tokens accepted, another text for every draft and
-                draft length
-    block       as rejection, but each coin decides on a prefix of the draft, not on a
-                single token
+    keyed       a drafted token is accepted if it is the target's own choice, made with
+                the same noise: a seed gives the same text with every draft
+    rejection   a drafted token is accepted with probability min(1, p / q): more tokens
+                accepted, another text for every draft and draft length
+    block       as rejection, but each coin decides on a prefix of the draft
 
 Greedy requests choose without noise under every rule. This module evaluates and reads
 nothing.
@@ -65,7 +62,6 @@ class Verifier:
         whole_rows: bool = False,
         rows: int | None = None,  # of a decision, padding included; None: any number
     ) -> None:
-        # Chooses for the target
         self.chooser = chooser if rows is None else chooser.in_fixed_shape(rows)
         self.draft_chooser = chooser.for_drafts()
         self._rule = None if chooser.sampling.greedy else RULES[acceptance]
@@ -239,12 +235,9 @@ class Verifier:
 
 
 def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
-    """Spread logits [rows, n] of ids [n] or [rows, n] to [rows, width].
-
-    Other ids get -inf. Ids from `width` on are left out.
-    """
+    """Spread logits [rows, n] of ids [n] or [rows, n] to [rows, width], others -inf."""
     everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
-    places = mx.minimum(ids, width)
+    places = mx.minimum(ids, width)  # ids from `width` on: a column that is cut off
     if ids.ndim == 2:
         everywhere = mx.put_along_axis(everywhere, places, logits, axis=1)
     else:

@@ -1,13 +1,13 @@
 """Metadata of `save_caches` beyond mlx-lm's layout: tokens, the drafter, a digest.
 
-mlx-lm treats these entries as user metadata. Their keys begin with `PREFIX`:
+The keys of these entries begin with `PREFIX`:
 
     version       the version of this extension, "1"
     description   JSON: rows of tokens, number of the target's caches, draft_seen,
                   window sizes of `LayerCache`s by place
     digest        SHA-256 of the header without this entry, and of the data
 
-mlx-lm ignores them.
+mlx-lm treats the entries as user metadata.
 """
 
 import json

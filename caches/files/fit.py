@@ -22,9 +22,9 @@ def check_like(
 ) -> None:
     """Raise `FlawError` if caches of a file do not fit the live caches.
 
-    `saved` None: the file has no caches. `like` None: do not check. `whose` names the
-    owner of the caches in errors. With `cast`, floating point arrays of the file are
-    converted to the dtypes of `like`.
+    If `saved` is None, the file has no caches. If `like` is None, nothing is checked.
+    With `cast`, floating point arrays of the file are converted to the dtypes of
+    `like`.
     """
     if like is None:
         return
@@ -56,8 +56,7 @@ def _pairs(saved: Sequence[Any], caches: Sequence[Any]) -> Iterator[tuple[Any, A
 
 
 def _check_fits(leaf: Any, live: Any, *, cast: bool) -> None:
-    """Refuse a leaf that differs from a live cache in kind, settings, dtypes or shapes.
-    """
+    """Refuse a leaf unless it has the kind, settings, dtypes and shapes of `live`."""
     present = as_saved(live)
     there, here = type(leaf).__name__, type(present).__name__
     need(there == here, f"the file has a {there}, and the live cache is a {here}")

@@ -197,7 +197,6 @@ def _is_count(name: str, value: Any) -> bool:
 
 
 def _said(cache: Any) -> str:
-    """Describe every field of a cache; an array by its shape and dtype."""
     fields: Any = tree_flatten(vars(cache))
     texts = (
         f"{name} {value.shape} {value.dtype}"

@@ -70,7 +70,8 @@ def load_caches(
         draft_like: likewise for the drafter. If mlx-lm saved the file, it has one list
             for both, which is cut after `len(like)`.
         cast: convert floats to the dtypes of the arrays in `like`, since the model may
-            now be loaded in another dtype.
+            now be loaded in another dtype. Where `like` has no array, nothing is
+            converted.
 
     Raises:
         CacheFileError: the file is missing, damaged, no cache file, of another version,
@@ -127,8 +128,8 @@ def _checked(
 ) -> LoadedCaches:
     """Return the checked content of a file.
 
-    `said` None: mlx-lm wrote the file, and its first `cut` caches are the target's;
-    None: all.
+    If `said` is None, mlx-lm wrote the file, and its first `cut` caches are the
+    target's; None: all.
     """
     first, rows, seen, listed = cut, None, None, cut is not None
     if said is not None:

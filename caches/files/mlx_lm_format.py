@@ -205,7 +205,6 @@ def _need_depth(place: str) -> None:
 
 
 def _cache32(name: Any, state: Any, place: str, sizes: dict[str, int]) -> Any:
-    """Return the unchecked cache of a `state`."""
     if name == CacheList.__name__:
         _need_depth(place)
         need(
@@ -255,7 +254,6 @@ def _complete_layer(fields: dict[str, Any], place: str, size: int) -> None:
 
 
 def _cache31(name: Any, state: Any, info: Any, place: str) -> Any:
-    """Return the unchecked cache with the arrays of `state` and numbers of `info`."""
     need(isinstance(state, list), f"cache {place} has no list of arrays")
     if name == CacheList.__name__:
         _need_depth(place)

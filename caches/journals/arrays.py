@@ -6,12 +6,12 @@ of the mixers. To get the state after an accepted prefix, the mixers run again f
 old state over that prefix. A prefix that ends between two forwards needs no replay.
 
 If the rows of a batch keep different numbers of positions, the mixers run over the
-whole batch once for each number that is neither 0 nor all, and each row takes its own
+whole batch once for each number that is neither 0 nor all. Each row takes its own
 result.
 
 The hooks of the mixers (`mlx_speculation.models`) call `RecordingArraysCache.record`.
-If a slot was written outside of a recorded call, `written` is None, and this journal
-can keep all positions or none.
+If a slot was written outside of a recorded call, only all positions or none can be
+kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -133,10 +133,7 @@ def _where(
 
 
 class ArraysJournal:
-    """Journal of one `ArraysCache`; the live cache changes only at the commit.
-
-    With `whole`, all positions or none will be kept, and nothing is recorded.
-    """
+    """Journal of one `ArraysCache`; with `whole`, nothing is recorded."""
 
     live = False
 

@@ -24,10 +24,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def shared_padding(padding: mx.array, keep: Sequence[int]) -> int:
-    """Return how many positions of left padding all rows share after a commit.
-
-    `padding` [rows] is that before the round.
-    """
+    """Return how many positions of left padding all rows share after a commit."""
     longest = max(keep)
     before: Any = padding.tolist()
     # Rows that keep fewer positions move right, and get more padding.

@@ -12,11 +12,7 @@ from mlx_speculation.errors import UnsupportedCacheError
 
 
 class ConcatenateJournal(KVJournal):
-    """Journal of one `ConcatenateKVCache`; the model sees the live cache itself.
-
-    Raises:
-        UnsupportedCacheError: the cache was trimmed, so it has more than `offset` rows.
-    """
+    """Journal of one `ConcatenateKVCache`; refuses a cache that was trimmed."""
 
     def __init__(self, cache: ConcatenateKVCache, whole: bool = False) -> None:
         rows = 0 if cache.keys is None else int(cache.keys.shape[-2])

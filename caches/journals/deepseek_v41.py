@@ -82,7 +82,6 @@ class LayerWrite:
         return state  # type: ignore[no-any-return]
 
     def _groups_closed(self, after: LayerCache, keep: int) -> int:
-        """Return how many groups the first `keep` positions closed."""
         pending = _rows(self.before.pending_kv)
         closed = _rows(after.compress_kv) - _rows(self.before.compress_kv)
         if closed == 0:

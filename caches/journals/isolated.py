@@ -57,11 +57,7 @@ class IsolatedJournal:
 
 
 def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
-    """Return a journal of `cache` with which the model writes to a twin.
-
-    Raises:
-        UnsupportedCacheError: an attribute of the cache cannot be copied.
-    """
+    """Return a journal of `cache` with which the model writes to a twin."""
     try:
         twin = deepcopy(cache)
     except Exception as error:

@@ -75,10 +75,7 @@ class Write:
 
 
 class RingJournal(LiveJournal):
-    """Record of the writes to one ring, which holds one sequence or a batch.
-
-    `presented` is the class of the view that the model gets, a `ListenedTo`.
-    """
+    """Record of the writes to one ring; the model gets a view of class `presented`."""
 
     # The fields that a write replaces, besides the arrays; the first counts the
     # positions that were ever written.

@@ -54,14 +54,12 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
 
 
 def _mask_with_first_rows(cache: Any, count: int) -> mx.array:
-    """Return a mask that shows the first `keep` rows and the newest of the rest.
-
-    It is bool [count, columns]: the ring's columns after a write of `count` rows.
-    """
+    """Return a mask that shows the first `keep` rows and the newest of the rest."""
     kept = min(cache.max_size - 1, cache.offset)
     columns = mx.arange(kept + count)[None]
     rows = mx.arange(kept, kept + count)[:, None]
     recent = rows < columns + cache.max_size - cache.keep
+    # bool [count, columns], with a column for each row that the write returns
     seen: mx.array = (rows >= columns) & (recent | (columns < cache.keep))
     return seen
 

@@ -140,6 +140,7 @@ class BoundedTree(PrefixTree):
         return nodes[-1]
 
     def _hang(self, node: Node, which: int, point: Point, claim: Claim) -> None:
+        """Make a node a restore point, if there is room for the states."""
         if which in node.points or which not in node.rows:
             return
         if self._room(point.nbytes, claim):

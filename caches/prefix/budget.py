@@ -54,10 +54,7 @@ class Budget:
         return Claim(tokens, self.level + tokens, now)
 
     def room(self, tree: PrefixTree, size: int, claim: Claim) -> bool:
-        """Evict nodes that cost less than a claim until `size` more bytes fit.
-
-        False: they do not fit.
-        """
+        """Evict nodes cheaper than a claim; return whether `size` more bytes fit."""
         while self.nbytes + size > self.max_bytes:
             costs = (
                 (node.level + cost, node.used, node.stop, node)

@@ -85,10 +85,7 @@ class Persistence:
         return None
 
     def missing(self, tokens: Tokens) -> list[tuple[Segment, list[Node]]]:
-        """Return the segments to read for a request, each with the nodes that need it.
-
-        The segments are in order. The target can be resumed after the last node.
-        """
+        """Return the segments to read for a request, in order, each with its nodes."""
         nodes, matched = self._tree.path(tokens)
         mark, stateful = self._roles[0].mark, self._roles[0].stateful
         usable: list[Node] = []
@@ -99,7 +96,7 @@ class Persistence:
             usable.append(node)
             points = {0} & node.points.keys() or {mark} & self._ends(node)
             if not stateful or (points and node.stop <= matched):
-                last = len(usable)
+                last = len(usable)  # the target can be resumed after this node
         result: dict[str, tuple[Segment, list[Node]]] = {}
         for place, node in enumerate(usable[:last], 1):
             lacks = self._marks(node) - {self._roles[which].mark for which in node.rows}

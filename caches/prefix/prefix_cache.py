@@ -190,7 +190,7 @@ class PrefixCache:
     def fetch(self, tokens: Tokens) -> int:
         """Read from the folder into memory the rows that a request can use.
 
-        Returns how many tokens the target could reuse from memory before this.
+        The result is the number of tokens that the target could reuse before this.
         """
         with self._alone() as again:
             disk = None if again else self._disk

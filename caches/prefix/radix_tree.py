@@ -8,9 +8,9 @@
 
 For each role (the target, a draft model, heads) a node holds the rows of the tokens on
 the edge above it, and perhaps the states at the end of the edge. For the edge [a, b)
-and a role with lag L, these are the rows [a - L, b - L). If a node lacks a role's rows,
-that role can use only the nodes above it. A node without the target's rows in memory is
-bare. All nodes below a bare node are bare too.
+and a role with lag L (`Role.lag`), these are the rows [a - L, b - L). If a node lacks a
+role's rows, that role can use only the nodes above it. A node without the target's rows
+in memory is bare. All nodes below a bare node are bare too.
 
 A role whose caches have only rows can be resumed at any token. A role with states can
 be resumed only at a restore point: the end of a node that holds its states.

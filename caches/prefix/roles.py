@@ -46,11 +46,11 @@ class Role(NamedTuple):
 
 
 class Roles(list[Role]):
-    """The roles of one prefix cache; none is removed. `marked`: they need marks."""
+    """The roles of one prefix cache; none is ever removed."""
 
     def __init__(self, *, marked: bool) -> None:
         super().__init__()
-        self._marked = marked
+        self._marked = marked  # whether roles need marks, for files
         self._models: int | None = None  # number of models; later roles are heads
         self._shape: FixedShape | None = None
 

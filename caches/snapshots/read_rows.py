@@ -25,11 +25,7 @@ READABLE = (*_FROM_THE_START, RotatingKVCache, SlidingKVCache)
 
 
 def check_readable(cache: Any, place: int) -> None:
-    """Refuse a cache whose rows cannot be read.
-
-    Raises:
-        UnsupportedCacheError: the cache is of another kind, or its `keep` is above 0.
-    """
+    """Raise UnsupportedCacheError unless the rows of this cache can be read."""
     known = type(cache) in READABLE
     kept = getattr(cache, "keep", 0)
     if known and kept == 0:

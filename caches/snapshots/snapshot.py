@@ -165,7 +165,6 @@ def split(whole: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
 
 
 def _cut(leaf: HeldLeaf, start: int, stop: int, with_state: bool) -> HeldLeaf:
-    """Return the part of a leaf in [start, stop)."""
     parts = []
     for rows in leaf.rows:
         low, high = max(rows.start, start), min(rows.stop, stop)

@@ -93,7 +93,6 @@ def restore(saved: Snapshot, target: Sequence[Any]) -> None:
 
 
 def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
-    """Return place, cache and `Holding` of every leaf; refuse unknown kinds."""
     result = checked_leaves(
         caches,
         lambda leaf: type(leaf) in HOLDINGS,
@@ -150,7 +149,6 @@ def _taken(place: str, leaf: Any, holding: Holding, start: int, stop: int) -> He
 
 
 def _check_continues(target: Sequence[Any], saved: Snapshot) -> None:
-    """Refuse caches that do not hold exactly the tokens before the snapshot."""
     offset = _extent(target)
     if offset is not None and offset != saved.start:
         raise InvalidRequestError(

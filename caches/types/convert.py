@@ -62,11 +62,7 @@ def _replaced(
 
 
 def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any]:
-    """Return batch caches with copies of the contents of these sequences' caches.
-
-    `rows` has the caches of each sequence, one per layer; see `RaggedKVCache` for
-    `in_steps`.
-    """
+    """Return batch caches with copies of `rows`, the caches of each sequence."""
     result = _merged([as_native(caches) for caches in rows])
     for leaf in flat(result):
         if type(leaf) is RaggedKVCache:

@@ -11,16 +11,14 @@ rows of a cache. A boolean mask hides the positions after p:
                         offset 250    256 keys; only rows 250 to 255 are written
                         offset 256    512 keys
 
-All rows of a forward share a view, so a forward takes only tokens up to the next step
-(`FixedShape.room`). Padding rows past the view are not written, and their results are
-not read. A buffer is exactly as long as its view, so its strides too depend only on the
-position.
+All rows of a forward share a view, so a forward takes only tokens up to the next step.
+A buffer is exactly as long as its view, so its strides too depend only on the position.
 
 The view of a sliding window has all rows that any row of a step may see: the positions
 [max(0, start - max_size), start + step), where `start` is the step's first.
 
-A view shares the `__dict__` of its live cache (see `caches.journals.live`), so it has
-the same offset and buffers. Moving the offset undoes writes.
+A view shares the `__dict__` of its live cache, so it has the same offset and buffers.
+Moving the offset undoes writes.
 """
 
 from dataclasses import dataclass
@@ -210,7 +208,6 @@ def in_fixed_view(cache: Any, shape: FixedShape) -> Any:
 
 
 def _fit(cache: Any, rows: int) -> None:
-    """Resize the buffers of a cache to `rows` rows."""
     arrays = buffers(cache)
     if arrays and arrays[0].shape[-2] != rows:
         both = (cache.keys, cache.values)
@@ -218,7 +215,6 @@ def _fit(cache: Any, rows: int) -> None:
 
 
 def _resized(buffer: mx.array, rows: int) -> mx.array:
-    """Return the buffer cut to `rows` rows, or padded with zeros."""
     present = buffer.shape[-2]
     if present > rows:
         return mx.contiguous(buffer[..., :rows, :])

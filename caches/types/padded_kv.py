@@ -13,9 +13,7 @@ is not above the row count, so padding is at most an eighth of the rows.
 
 The padding consists of zeros or of rows that were rolled back. The mask gives it weight
 0, but if a row of it is not finite, the logits are not finite either. Every round
-checks whether they are finite.
-
-A sliding window is padded until it is full. From then on its row count is constant.
+checks whether they are finite. A sliding window is padded until it is full.
 
 A padded cache is used only for models that were tested with it (`key_steps` in
 `models/exclusions.toml`). Such a model takes its mask from `make_mask` of a cache of

@@ -32,21 +32,14 @@ Pair = tuple[Any, Any]  # keys and values; each is one array, or three if quanti
 
 
 class RaggedKVCache(BatchKVCache):
-    """Keys and values of several sequences, each from column 0 on.
-
-    Attributes:
-        keys: [rows, heads, columns, dim]; None: nothing was written yet.
-        values: likewise.
-        lengths: number of positions of each row.
-        in_steps: whether writes of several positions return columns padded to whole
-            steps where that is faster, see padded_kv.py. Only for models that were
-            tested with it.
-    """
+    """Keys and values of several sequences, each from column 0 on."""
 
     def __init__(self, rows: int) -> None:
-        self.keys: Any = None
+        self.keys: Any = None  # [rows, heads, columns, dim]; None: nothing written yet
         self.values: Any = None
-        self.lengths = [0] * rows
+        self.lengths = [0] * rows  # number of positions of each row
+        # Whether writes of several positions return columns padded to whole steps where
+        # that is faster, see padded_kv.py. Only for models that were tested with it.
         self.in_steps = False
         self.stepped = False  # whether the last mask or write was of several positions
 

@@ -21,10 +21,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 class RaggedQuantizedKVCache(RaggedKVCache):
-    """Quantized keys and values of several sequences, each from column 0 on.
-
-    A number takes `bits` bits, and `group_size` numbers share a scale.
-    """
+    """A `RaggedKVCache` of numbers with `bits` bits, in groups of `group_size`."""
 
     def __init__(self, rows: int, group_size: int = 64, bits: int = 8) -> None:
         super().__init__(rows)
@@ -70,7 +67,6 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return QuantizedKVCache(self.group_size, self.bits)
 
     def _check_form(self, other: Any) -> None:
-        """Refuse rows with other bits or another group size."""
         if (self.group_size, self.bits) != (other.group_size, other.bits):
             raise InvalidRequestError(
                 f"Rows of {other.bits} bits in groups of {other.group_size} cannot be "

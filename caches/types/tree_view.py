@@ -21,19 +21,15 @@ from mlx_speculation.errors import UnsupportedCacheError
 
 
 class TreeRows(NamedTuple):
-    """Rows of a forward that are a tree, or one level of a tree.
+    """Rows of a forward that are a tree, or one level of a tree."""
 
-    Attributes:
-        seen: bool [rows, columns]: True for a row's own column and those of its
-            ancestors. The last columns are those of these rows. The columns before them
-            are those of rows that the round has already written.
-        depths: int32 [rows], the position of each row minus that of the first row.
-        shift: number added to the cache's offset to get the rows' position; negative if
-            the round has already written rows of other branches.
-    """
-
+    # bool [rows, columns]: True for a row's own column and those of its ancestors. The
+    # last columns are those of these rows. The columns before them are those of rows
+    # that the round has already written.
     seen: mx.array
-    depths: mx.array
+    depths: mx.array  # int32 [rows], each row's position minus that of the first row
+    # Added to the cache's offset to get the rows' position; negative if the round has
+    # already written rows of other branches.
     shift: int = 0
 
 
@@ -109,9 +105,9 @@ def tree_views(caches: Sequence[Any], rows: TreeRows) -> list[TreeView]:
 def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
     """Move some of the rows that a round wrote to the places of its first rows.
 
-    The caller then drops the rows after them. The caches are live caches that
-    `check_trees` allows. The round wrote `written` rows to each of them, in one
-    forward. `rows` are indices among these, in rising order.
+    The caches are those that `check_trees` allows. The round wrote `written` rows to
+    each, in one forward. `rows` are indices among these, in rising order. The caller
+    drops the rows after them.
     """
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):

@@ -180,10 +180,7 @@ def regex(pattern: str, tokenizer: Any) -> Grammar:
         regex(r"(yes|no)( [0-9]{1,3})?", tokenizer)
 
     The pattern has the syntax of Rust's regex crate, without anchors and look-around.
-
-    Raises:
-        InvalidRequestError: the pattern or the tokenizer cannot be used.
-        MissingLibraryError: llguidance is not installed.
+    The tokenizer and the errors are as in `json_schema`.
     """
     grammar = _library().LLMatcher.grammar_from_regex(pattern)
     return Grammar(grammar, tokenizer, kind="regular expression", given=pattern)
@@ -194,11 +191,8 @@ def lark(grammar: str, tokenizer: Any) -> Grammar:
 
         lark('start: "(" start ")" | /[0-9]+/', tokenizer)
 
-    The grammar is in llguidance's variant of the Lark syntax.
-
-    Raises:
-        InvalidRequestError: the grammar or the tokenizer cannot be used.
-        MissingLibraryError: llguidance is not installed.
+    The grammar is in llguidance's variant of the Lark syntax. The tokenizer and the
+    errors are as in `json_schema`.
     """
     text = _library().LLMatcher.grammar_from_lark(grammar)
     return Grammar(text, tokenizer, given=grammar)
@@ -245,11 +239,9 @@ def _read(fast: PreTrainedTokenizerFast) -> Vocabulary:
 
 
 def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
-    """Return the vocabulary of a tokenizer in a form that any process can read.
+    """Return a tokenizer's vocabulary in a form that any process can read.
 
-    Raises:
-        InvalidRequestError: the tokenizer cannot be used.
-        MissingLibraryError: llguidance is not installed.
+    The tokenizer and the errors are as in `Grammar`.
     """
     _library()
     backend = copy(_fast(tokenizer).backend_tokenizer)

@@ -26,10 +26,7 @@ class Masks:
         return reads
 
     def on(self, rows: Rows, ahead: Sequence[int]) -> Rows:
-        """Return the rows with their masks.
-
-        The host has read `ahead`, the tokens that follow the committed text.
-        """
+        """Return the rows with their masks; `ahead` follows the committed text."""
         self._reads += bool(ahead)
         return replace(rows, allowed=self.text.masks(ahead, rows.count))
 

@@ -120,8 +120,8 @@ class Constrained:
     def masks(self, ahead: Sequence[int], count: int) -> mx.array:
         """Return the masks of rows after the last `count` prefixes of `ahead`.
 
-        The result is bool [count, ids]. `ahead` are token ids after the committed text,
-        and `count` is at most their number + 1.
+        The result is bool [count, ids]. `ahead` are token ids after the committed text;
+        `count` is at most `len(ahead) + 1`.
         """
         masks = np.ones((count, len(self._usable)), dtype=np.bool_)
         shortest = len(ahead) + 1 - count

@@ -2,7 +2,8 @@
 
 mlx-lm filters log-probabilities. They differ from logits by one number per row, which
 changes a filter's result by rounding only. Filtering logits saves a pass over the
-vocabulary.
+vocabulary. Given log-probabilities, the result is mlx-lm's to the last bit, except for
+`top_p`.
 
 A row has the same result to the last bit whether it is filtered alone, with other rows
 or with padding. So ties are broken by id, where mlx-lm leaves them to a partition, and
@@ -54,10 +55,7 @@ def top_p(logits: mx.array, share: float) -> mx.array:
 
 
 def min_p(logits: mx.array, share: float, keep: int = 1) -> mx.array:
-    """Drop tokens less probable than `share` times the most probable one.
-
-    Keep at least the `keep` most probable tokens. Logits are float32 [..., vocab].
-    """
+    """Drop tokens below `share` times the largest probability; keep at least `keep`."""
     kept = logits >= logits.max(axis=-1, keepdims=True) + math.log(share)
     if keep > 1:
         kept = kept | _largest(logits, keep)
@@ -70,8 +68,8 @@ def xtc(
     """Of the tokens more probable than the threshold, keep the least probable only.
 
     "Exclude top choices" as mlx-lm defines it: probabilities are normalized over the
-    tokens that earlier filters have left. Each row has its own coin; `applied` bool
-    [...] says whether it applies XTC. Logits are float32 [..., vocab]. `special` ids
+    tokens that earlier filters have left. `applied`, bool [...], says for each row
+    whether its coin applies XTC; mlx-lm has one coin for all rows. Ids in `special`
     stay.
     """
     probs = mx.softmax(logits, axis=-1)
@@ -84,11 +82,7 @@ def xtc(
 
 
 def top_k(logits: mx.array, k: int) -> mx.array:
-    """Keep the k most probable tokens of each row, the lowest ids among equals.
-
-    Logits are float32 [..., vocab]; dropped tokens get -inf. A row with at most k
-    tokens keeps all.
-    """
+    """Keep the k most probable tokens of each row, the lowest ids among equals."""
     return mx.where(_largest(logits, k), logits, -mx.inf)
 
 

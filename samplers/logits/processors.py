@@ -50,13 +50,6 @@ class Processors:
     A plain step has one row, whose token is always emitted, so it needs no `keep`. The
     user's processors get the target's `width`, also for a draft's logits.
 
-    Attributes:
-        active: whether logits are changed at all.
-        parallel: whether all rows can be processed at once. If not, plain steps use
-            `serial` too, after the host has read the last token.
-        has_state: whether a failed round or a rejected draft changes the state of a
-            processor.
-
     Raises:
         InvalidRequestError: the logit bias or XTC's special tokens name an id that
             the target does not have.
@@ -68,9 +61,13 @@ class Processors:
         self._width = width
         self._penalties = Penalties(sampling)
         self._users = sampling.logits_processors
+        # Whether logits are changed at all
         self.active = self._penalties.active or bool(self._users)
         self._forkable: list[Any] = [user for user in self._users if is_forkable(user)]
+        # Whether all rows can be processed at once. If not, plain steps use `serial`
+        # too, after the host has read the last token.
         self.parallel = not any(is_serial(processor) for processor in self._users)
+        # Whether a failed round or a rejected draft changes a processor's state
         self.has_state = bool(self._forkable) or not self.parallel
         self._known = KnownTokens()
         self._after: dict[int, States] = {}  # by position, after its row
@@ -115,8 +112,8 @@ class Processors:
 
         Ask for a row once the choice before it is known to be emitted and does not end
         the text. If the round fails and runs again, the results of its calls are used
-        again. Does not write to the logits [rows, vocab], and yields [1, vocab] for
-        each row. All known tokens must precede each row.
+        again. Each row yields [1, vocab]; the logits [rows, vocab] are not written to.
+        Reads the drafted tokens once. All known tokens must precede each row.
         """
         drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
         self._forget_committed(rows.known)

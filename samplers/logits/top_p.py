@@ -31,7 +31,7 @@ def nucleus_edge(probs: mx.array, share: float, at_once: int | None = None) -> m
     In descending order, a token is kept if the tokens before it have less than the
     share of the row's sum. `probs` are float32 [..., vocab], each row with a sum of 1
     up to rounding. The share is above 0 and below 1. Up to `at_once` tokens are sorted
-    without halving; None chooses by device, and the result is the same.
+    without halving, without effect on the result; None chooses by device.
     """
     if at_once is None:
         on_gpu = mx.default_device().type == mx.DeviceType.gpu

@@ -25,9 +25,9 @@ XTC = 5  # keyed by position alone: it is part of the target's distribution
 def round_keys(stream: mx.array, starts: mx.array, positions: mx.array) -> mx.array:
     """Return one key per draw, uint32 [rows, 2]; each (start, position) has its own.
 
-    `stream` is uint32 [2] or [rows, 2], from `stream_key`. `starts`, integer [rows] or
-    [], are the positions of the rounds' first new tokens, and `positions`, likewise,
-    those of the drawn tokens.
+    `stream` is uint32 [2] or [rows, 2], from `stream_key`. `starts` are the positions
+    of the rounds' first new tokens, and `positions` those of the drawn tokens: integer
+    [rows] or [].
     """
     starts, positions = mx.broadcast_arrays(starts, positions)
     return stream ^ mx.stack([starts, positions], axis=-1).astype(mx.uint32)

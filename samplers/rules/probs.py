@@ -10,7 +10,8 @@ after the draft's temperature and filters. None: the tokens were chosen without 
 
 Rows of a batch may have drafts of unequal length. After the end of a draft, rows of
 `draft_probs` are all zeros; without `draft_probs` the drafted id is -1. Such padding is
-never accepted. The decision to end a draft may depend on the earlier tokens and the
+never accepted. If all tokens before it are accepted, the next token has the target's
+own distribution. The decision to end a draft may depend on the earlier tokens and the
 distribution of the next token, but not on the next token itself.
 """
 
@@ -88,10 +89,7 @@ def draft_distributions(
 
 
 def token_probs(probs: mx.array, tokens: mx.array) -> mx.array:
-    """Return the probability of one token per row; 0 for an id out of range.
-
-    [..., k, vocab] and integer [..., k] to [..., k].
-    """
+    """Return the probability [..., k] of each token; 0 for an id out of range."""
     known = tokens.astype(mx.uint32) < probs.shape[-1]  # -1 becomes a large number
     ids = mx.where(known, tokens, 0)[..., None]
     result = mx.take_along_axis(probs, ids, axis=-1)[..., 0]
