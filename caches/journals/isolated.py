@@ -3,7 +3,7 @@
 The model writes to a twin. The twin is a deep copy of the live cache, and shares the
 live arrays' buffers until a write. An ordinary journal of the twin keeps a prefix of
 the writes or undoes them. The commit then gives the live cache the twin's attributes in
-one step. Before this step the live cache does not change, whichever line fails:
+one step. Before this step the live cache does not change, whatever fails:
 
     opened                     live: offset 5, buffer A     twin: offset 5, buffer A
     the model writes 3 rows    live: offset 5, buffer A     twin: offset 8, buffer B

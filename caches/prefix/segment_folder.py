@@ -1,8 +1,8 @@
 """The folder of a prefix cache: segments of the tree as files, and the key to them.
 
     key                        32 bytes, made once
-    MODEL-SEGMENT.safetensors  two HMACs: of the model; and of the model, all tokens
-                               before the segment, and the segment's own tokens
+    MODEL-SEGMENT.safetensors  MODEL: an HMAC of the model; SEGMENT: an HMAC of the
+                               model, all tokens before the segment, and its own tokens
 
 Each file is written under a temporary name and then renamed, so a killed process leaves
 no incomplete file under a final name. Names, digests and seals (HMACs of headers) are

@@ -1,11 +1,8 @@
 """Keys and values in views whose size depends only on the position of a row.
 
 A row's result depends on the shapes of the operations that compute it. So in exact mode
-every forward has the same number of rows, and a row at position p gets a view of
-
-    V(p) = step * (p // step + 1)
-
-rows of a cache. A boolean mask hides the positions after p:
+every forward has the same number of rows, and a row at position p gets a view of V(p)
+rows of a cache, with V(p) = step * (p // step + 1). A mask hides the positions after p:
 
     step 256, rows 8    offset 3      256 keys, bool mask [8, 256]
                         offset 250    256 keys; only rows 250 to 255 are written

@@ -2,8 +2,8 @@
 
 On CUDA, mlx computes attention of two or more rows with cuDNN. cuDNN builds a plan,
 which takes about 40 ms, for each new pair of row count and key count. The key count of
-a verification differs in every round. Padding to a multiple of a step, in short to
-whole steps, leaves few key counts:
+a verification differs in every round. Padding the keys to whole steps (to a multiple of
+a step) leaves few key counts:
 
     offset 300, the model writes 3 rows     mlx-lm: 303 keys, "causal"
                                             here: 512 keys, bool mask [3, 512]

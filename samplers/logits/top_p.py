@@ -12,9 +12,9 @@ probable half says which half holds the edge, and that half is split again:
     2048 upper ones  the upper 1024 have 0.88, so the edge is in the lower 1024
     1024 lower ones  are sorted and added up one by one
 
-All shapes are known beforehand, so the host reads nothing. On a CPU, this takes a third
-of the time of a sort of 151,936 tokens. On a GPU, mlx partitions by sorting, so there
-all tokens are sorted once; the edge is the same.
+All shapes are known beforehand, so the host reads nothing. On a CPU, 151,936 tokens
+take a third of the time of a sort. On a GPU, mlx partitions by sorting, so there all
+tokens are sorted once; the edge is the same.
 """
 
 import math
