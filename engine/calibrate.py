@@ -1,8 +1,7 @@
 """Measures the costs of rounds of streams and batches, before there are requests.
 
-A stream, or rows of a batch with one prompt, run until each length was measured. The
-texts do not matter: the cost of a round depends on the number of rows, the draft length
-and the context.
+A stream, or a batch of rows with one prompt, runs until each draft length was measured.
+The texts do not matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,13 +32,12 @@ from mlx_speculation.models import (
     usual_part,
 )
 
-# Starts a stream on a prompt with a policy.
 StartStream = Callable[[list[int], DraftLengthPolicy], Stream]
-# Called with the number of finished rounds and the number of all rounds.
+# Called with the numbers of finished rounds and of all rounds.
 Progress = Callable[[int, int], None]
 
-# The number of rounds with each part size, their draft length, and the least share of a
-# round's time that a part size has to save to replace the usual one.
+# Rounds with each part size, their draft length, and the least share of a round's time
+# that a part size has to save to replace the usual one.
 PART_ROUNDS, PART_DRAFT, PART_GAIN = 5, 4, 0.05
 
 
@@ -60,8 +58,7 @@ def calibrate(
 def follow(start: StartStream, contexts: Sequence[int], longest: int) -> None:
     """Run the rounds of a calibration on a rank that does not decide their lengths."""
     for context in sorted(contexts):
-        # Only rank 0's policy is used. This one is of the same class, since the options
-        # of all ranks are compared.
+        # Only rank 0's policy is used, but the classes of all ranks must be equal.
         policy = Calibration(context, longest)
         for _ in start(policy.prompt, policy):
             pass  # until rank 0 ends it
@@ -148,14 +145,7 @@ def _run_batch(
     count: int,
     report: Callable[[], bool],
 ) -> int:
-    """Run the rounds of a calibration with `count` rows.
-
-    Returns:
-        The key of the measured costs: `count` rounded up to a power of two.
-
-    Raises:
-        Exception: the error that ended a row.
-    """
+    """Run a calibration with `count` rows; return the key under which to keep costs."""
     model, lengths = generator.model, generator.lengths.for_batch()
     decoder = RunningTogether(model, lengths, BatchStatistics(), RowSizes())
     streams = [start(policy.prompt, policy) for _ in range(count)]
@@ -184,9 +174,9 @@ def _run_batch(
 
 
 def measure_part(start: StartStream, context: int) -> int:
-    """Return the fastest part size: how many layers a forward submits at once.
+    """Return the fastest part size: how many layers a forward submits at once; 0: all.
 
-    See `models.lanes.submit_layers`; 0: all layers. Rounds of all sizes alternate.
+    Rounds of all sizes alternate.
     """
     seconds: dict[int, list[float]] = {size: [] for size in PART_SIZES}
     with start(calibration_prompt(context), FixedDraftLength(PART_DRAFT)) as stream:

@@ -53,14 +53,13 @@ class GeneratorConfig:
     tokenizer: Any  # the target's, in mlx-lm's wrapper
     ids: TokenIds  # the token ids that the tokenizer knows
     target_width: int  # number of logits in a row of the target
-    prompts: Prompts  # checks and encodes prompts
-    # The target, sharded over ranks; None: it is not sharded
-    ranked: RankedTarget | None
+    prompts: Prompts
+    ranked: RankedTarget | None  # None: the target is not sharded
     draft: Draft | None  # the draft of this rank; None: plain decoding
-    notices: tuple[str, ...]  # notes on how the draft was chosen
-    lengths: PolicyFactory  # makes draft-length policies
+    notices: tuple[str, ...]  # on how the draft was chosen
+    lengths: PolicyFactory
     options: GeneratorOptions  # as passed
-    # The index of the head whose cache rows the prefix cache keeps; None: of no head
+    # The index in the prefix cache of the head whose rows it keeps; None: of no head
     kept_head: int | None
 
     @property
@@ -70,19 +69,14 @@ class GeneratorConfig:
 
     @property
     def draft_models(self) -> SequenceOf[nn.Module]:
-        """The draft models, in the order in which they are asked to propose."""
+        """The draft models, in the order of their proposals."""
         return () if self.draft is None else self.draft.models
 
 
 def make_config(
     model: nn.Module, tokenizer: Any, options: GeneratorOptions
 ) -> GeneratorConfig:
-    """Check a generator's options against its target; see `SpeculativeGenerator`.
-
-    Raises:
-        InvalidRequestError: an argument is out of range or of the wrong kind.
-        SpeculationError: any other error that `SpeculativeGenerator` lists.
-    """
+    """Check a generator's options against its target; see `SpeculativeGenerator`."""
     if not isinstance(model, nn.Module):
         raise InvalidRequestError(
             f"model is a {type(model).__name__}, and an mlx-lm model is needed. "
@@ -185,8 +179,7 @@ def _hooked(config: GeneratorConfig, options: DraftOptions) -> GeneratorConfig:
             check_tree_model(model, config.prompts.highest_id)
         if draft is not None:
             config = replace(config, draft=draft.configured(options))
-        # Evaluate lazy arrays in the models, some made by the checks above: a stream in
-        # another thread could not evaluate them.
+        # A stream in another thread could not evaluate lazy arrays of this thread.
         heads = [each for each in members_of(config.draft) if each.follows]
         evaluate_held(model, *models, *heads)
         drop = weakref.finalize(config, finalize, hooks.pop_all().close)
@@ -209,11 +202,7 @@ def _pauses(models: SequenceOf[nn.Module], longest: int | None) -> list[str]:
 
 
 def _vocabulary(ids: Any, draft: Draft | None, target: TargetInfo) -> list[int] | None:
-    """Return the ids to draft from; None: all.
-
-    Raises:
-        InvalidRequestError: the ids are not the target's, or no drafter can use them.
-    """
+    """Return the checked ids to draft from; None: all."""
     if ids is None:
         return None
     result = checked_vocabulary(ids, target.highest_id + 1)
@@ -229,11 +218,7 @@ def _vocabulary(ids: Any, draft: Draft | None, target: TargetInfo) -> list[int] 
 def _bind(
     model: nn.Module, draft: Draft | None, options: GeneratorOptions
 ) -> int | None:
-    """Bind the prefix cache to the target and the draft models.
-
-    Returns:
-        The index of the head whose rows the prefix cache keeps; None: of no head.
-    """
+    """Bind the prefix cache to the models; return the index of the kept head."""
     cache = options.prefix_cache
     if cache is None:
         return None

@@ -1,7 +1,7 @@
 """Detokenizer: streamed text and chunks from token ids, up to a stop.
 
-Text is emitted as soon as it is certain: an incomplete character at the end of the text
-is held back, and so is an end that may be the beginning of a stop string.
+Text is emitted as soon as it is certain. An incomplete character at the end is held
+back, and so is an end that may begin a stop string.
 """
 
 import re
@@ -17,18 +17,16 @@ from mlx_speculation.engine.round.outcome import RoundOutcome
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 HALF = 3  # largest number of bytes of an incomplete character
 CONTEXT = 8  # smallest number of earlier tokens that are decoded with a new one
-# Matches text that a tokenizer's clean-up of spaces cannot change any more: each of its
-# patterns begins with a space, and ends at most one character after that space, or at a
-# quote, or after a quote.
+# Matches text that a tokenizer's clean-up of spaces cannot change any more. A pattern
+# of the clean-up begins with a space, and ends at most one character after that space,
+# or at a quote, or after a quote.
 _CLEANED = re.compile(r".*[^\s']{2}", re.DOTALL)
 
 
 class StopStrings:
     """Holds text back until it is certain that no stop string begins in it.
 
-    Attributes:
-        stops: the stop strings.
-        unsaid: the held-back text.
+    `unsaid` is the held-back text.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -53,7 +51,7 @@ class StopStrings:
         return shown, False
 
     def flush(self) -> str:
-        """Return the held-back text, at the end of the generation."""
+        """Return the held-back text."""
         shown, self.unsaid = self.unsaid, ""
         return shown
 
@@ -61,10 +59,10 @@ class StopStrings:
 class TextDetokenizer:
     """Turns emitted tokens into text, and finds where the text ends.
 
-    The text equals `tokenizer.decode` of all tokens, its first character included. For
-    each new token, only a window of the last tokens is decoded. If a run of byte tokens
-    turns out to be invalid UTF-8, the tokenizer decodes the whole run to replacement
-    characters; complete characters of the run that were already emitted stay.
+    The text equals `tokenizer.decode` of all tokens, though only a window of the last
+    tokens is decoded for each new one. One case differs: a run of byte tokens may turn
+    out to be invalid UTF-8. The tokenizer then decodes the whole run to replacement
+    characters, but characters of the run that were already emitted stay.
     """
 
     def __init__(
@@ -116,8 +114,8 @@ class TextDetokenizer:
     def finish(self) -> tuple[str, bool]:
         """Return the rest of the text, and whether a stop string ended it.
 
-        An incomplete character at the end is left out. A true replacement character
-        there looks the same, and is left out too.
+        An incomplete character at the end is left out, and so is a true replacement
+        character.
         """
         text = self._decode(self._window) if self._window else ""
         rest = text[len(self._shown) :].rstrip(INCOMPLETE)
@@ -127,9 +125,9 @@ class TextDetokenizer:
     def next_texts(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
         """Return the text that each of these tokens would add as the next token.
 
-        With each text comes an offset: the number of characters between the end of the
-        emitted text and the beginning of this text. For a part of a character, the text
-        is `INCOMPLETE`, and the offset is that of the character.
+        Each text comes with its offset, counted in characters from the end of the
+        emitted text. For a part of a character, the text is `INCOMPLETE`, and the
+        offset is that of the character.
         """
         before = self._decode(self._window) if self._window else ""
         return [self._next_text(before, token) for token in tokens]
@@ -158,8 +156,8 @@ class TextDetokenizer:
         kept = self._window[self._cut :]
         part = self._decode(kept) if self._cut else ""
         certain = len(part) - (len(text) - len(self._shown))
-        # Some emitted text has to stay in the window: decoders strip a space at the
-        # start of a text, and clean-up removes one between its first two characters.
+        # Emitted text has to stay in the window: decoders strip a space at the start of
+        # a text, and clean-up removes a space between its first two characters.
         if certain > (1 if self._cleans else 0) and text.endswith(part):
             self._whole = max(0, self._whole - self._cut)
             self._window, self._shown = kept, part[:certain]
@@ -168,12 +166,12 @@ class TextDetokenizer:
 
 @dataclass(eq=False)
 class ChunkQueue:
-    """The chunks of one generation, made by `cut` in each round, taken by `take`."""
+    """The chunks of one generation: `cut` makes them, `take` hands them out."""
 
-    text: TextDetokenizer  # turns tokens into text
-    max_tokens: int  # how many tokens are emitted at most
+    text: TextDetokenizer
+    max_tokens: int
     ready: deque[Chunk] = field(default_factory=deque)  # not taken yet
-    # Chunks that were taken, without log-probabilities of all ids
+    # Without log-probabilities of all ids, which are large
     taken: list[Chunk] = field(default_factory=list)
     reason: str | None = None  # why the text ends; None: it goes on
     _before: Any = None  # the state of `text` before the first cut after a `take`
@@ -202,7 +200,7 @@ class ChunkQueue:
         return outcome
 
     def take(self, most: int | None = None) -> list[Chunk]:
-        """Take the next chunks: all that are ready, or `most` of them."""
+        """Take all ready chunks, or the next `most`."""
         result: list[Chunk] = []
         self._before = None
         for _ in range(len(self.ready) if most is None else most):
@@ -226,8 +224,8 @@ class ChunkQueue:
 def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:
     """Return the decode function of a tokenizer, and whether it cleans up spaces.
 
-    A tokenizer of transformers cleans up if it is configured to, except for BPE. There
-    the call switches clean-up off, since transformers would else log a warning.
+    transformers does not clean up for BPE even if it is configured to. The partial call
+    switches clean-up off there, since transformers would else log a warning.
     """
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return tokenizer.decode, False

@@ -1,8 +1,8 @@
-"""Verdict on exact mode: whether the measured rows are equal bit for bit.
+"""Verdict on exact mode: are the measured rows equal bit for bit?
 
-`mlx-speculation check --exact` measures this, and writes the verdict beside the costs
-of rounds, to one file for each machine, mlx version, target and number of rows. A
-generator in exact mode reads the file, and refuses a model whose rows have differed.
+`mlx-speculation check --exact` writes the verdict beside the costs of rounds, to one
+file for each machine, mlx version, target and number of rows. A generator in exact mode
+refuses a model whose rows have differed.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,8 +22,8 @@ _VERSION = 1
 class ExactVerdict:
     """Verdict on one target."""
 
-    rows: int  # number of compared rows
-    differing: int  # number of rows that differ in a bit
+    rows: int  # compared rows
+    differing: int  # rows that differ in a bit
     largest: float  # the largest difference of a logit
     context: int  # number of positions that were tried
     plain_seconds: float  # time of a step without exact mode
@@ -42,7 +42,7 @@ class ExactVerdict:
 
 
 def save_verdict(model: nn.Module, shape: FixedShape, result: ExactVerdict) -> None:
-    """Store the verdict on a model, for later processes on this machine."""
+    """Store the verdict on a model for later processes on this machine."""
     _file(model, shape).write({"found": asdict(result)})
 
 
@@ -55,7 +55,7 @@ def check_verdict(model: nn.Module, shape: FixedShape) -> None:
     """Refuse a model whose rows have differed on this machine.
 
     Raises:
-        InvalidRequestError: rows were seen to differ.
+        InvalidRequestError: the stored verdict lists differing rows.
     """
     result = read_verdict(model, shape)
     if result is not None and not result.same:

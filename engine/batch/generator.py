@@ -7,8 +7,7 @@
             ...
     batch.remove(uid).text
 
-The text of a row does not depend on the other rows: it is the text that a stream with
-the same prompt, options and seed generates.
+A row gets the text that a stream with the same prompt, options and seed generates.
 """
 
 import sys
@@ -41,23 +40,22 @@ from mlx_speculation.models import RowSizes, wired
 class BatchGenerator:
     """Generates the text of many requests, the rows of a batch.
 
-    `next` runs one round of every row. An inserted row joins between two rounds, once
-    its prompt is read. At most one chunk of prompts is read between two rounds. A row
-    that ends makes room for another row.
-
     Only one thread at a time may use a batch. Ctrl-C, like any error of a signal
     handler, is raised at the end of a round or of a chunk of a prompt. The next call of
     `next` then returns the responses that the interrupted call did not return.
 
+    All methods that take a `uid` raise InvalidRequestError if the batch has no such
+    row.
+
     Args:
         generator: a `SpeculativeGenerator`; the rows have its options.
-        max_rows: how many rows run at once. Further rows wait, in order of insertion.
-        row_sizes: pad the batch to few different numbers of rows, see
-            `models/shape_buckets.py`; this changes no text. None: only if a new number
-            of rows takes long to compile.
+        max_rows: the largest number of rows that run at once. Further rows wait.
+        row_sizes: pad the batch to a few different numbers of rows, see
+            `models/shape_buckets.py`. Padding changes no text. None: pad only if a new
+            number of rows takes long to compile.
 
     Raises:
-        InvalidRequestError: `max_rows` is not at least 1.
+        InvalidRequestError: `max_rows` is below 1, or the target is on several ranks.
     """
 
     _ending = staticmethod(sys.is_finalizing)  # globals are None when Python exits
@@ -101,9 +99,7 @@ class BatchGenerator:
     def insert(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> int:
         """Add a row and return its id. The row does not run before `next` is called.
 
-        Args:
-            prompt: text, token ids or messages, see `SpeculativeGenerator.stream`.
-            options: the other options of `SpeculativeGenerator.stream`.
+        The arguments are those of `SpeculativeGenerator.stream`.
 
         Raises:
             InvalidRequestError: an argument is out of range; no row was added.
@@ -126,67 +122,49 @@ class BatchGenerator:
 
         Prompts are read in the order of insertion while there is room for rows. A call
         reads at most one chunk (`prefill_step_size` tokens), which may hold several
-        short prompts, so running rows never wait for more than one chunk.
+        short prompts.
 
         Returns:
-            The responses of all rows in the order of insertion, and within a row in the
-            order of its text. Empty if no row has read its prompt to the end.
+            The responses in the order of insertion, those of a row in the order of its
+            text.
+            Empty if no row has read its prompt to the end.
         """
         with DeferredSignals(checkpoints=True):
             if self._queue.waiting and not self._wired:
-                # A stream that ends restores the wired limit from before it began. So
-                # the batch sets the limit first, and restores it only when closed.
+                # A stream that ends restores the wired limit from before it began. The
+                # batch sets the limit first, so it stays set until the batch is closed.
                 self._wired = True
                 close_at_exit(self._open)
                 self._open.enter_context(wired(self._generator.model))
             self._queue.advance()
         responses = sorted(self._queue.ready, key=attrgetter("uid"))
-        # No function is called from here on, so no signal handler can run and lose
-        # the responses.
+        # No call follows, so no signal handler can run and lose the responses.
         self._queue.ready = []
         return responses
 
     @property
     def memory(self) -> int:
-        """Allocated bytes of the caches of all rows that have not ended.
-
-        Caches of draft models count too, shared or not.
-        """
+        """Allocated bytes of the caches, drafts' included, of rows that have not ended."""
         return self._queue.nbytes
 
     def why_alone(self, uid: int) -> str | None:
-        """Return why a row runs in forwards of its own; None: it shares forwards.
-
-        Raises:
-            InvalidRequestError: there is no such row.
-        """
+        """Return why a row runs in forwards of its own; None: it shares forwards."""
         return self._row(uid).alone
 
     def result(self, uid: int) -> Result:
         """Return the result of a row that has ended. It is kept until `remove`.
 
         Raises:
-            InvalidRequestError: there is no such row.
             SpeculationError: the row has not ended.
         """
         return self._row(uid).stream.result
 
     def error(self, uid: int) -> Exception | None:
-        """Return the error that ended a row, or None.
-
-        Raises:
-            InvalidRequestError: there is no such row.
-        """
+        """Return the error that ended a row, or None."""
         return self._row(uid).error
 
     def remove(self, uid: int) -> Result:
-        """End a row if it still runs, forget it, and return its result.
-
-        Legal between any two calls of `next`.
-
-        Raises:
-            InvalidRequestError: there is no such row.
-        """
+        """End a row if it has not ended, forget it, and return its result."""
         row = self._row(uid)
         with DeferredSignals():
             self._queue.close(row)
@@ -194,10 +172,7 @@ class BatchGenerator:
         return row.stream.result
 
     def close(self) -> None:
-        """End every row that still runs. Results stay until `remove`.
-
-        A second call does nothing, nor does a call while Python exits.
-        """
+        """End every row. Results stay until `remove`. No effect while Python exits."""
         if self._closed or self._ending():
             return
         with DeferredSignals(), ExitStack() as stack:  # calls all, the last one first

@@ -16,10 +16,10 @@ class BatchQueue:
 
     Attributes:
         rows: all requests that were not removed, by uid.
-        waiting: requests whose prompts are not completely read, in order of insertion.
+        waiting: requests with unread parts of prompts, in order of insertion.
         running: requests that are generating, in the order of their responses.
         groups: the requests that share forwards, by the quantization of their caches.
-        ready: responses that were not handed out yet.
+        ready: responses for the next call of `BatchGenerator.next`.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class BatchQueue:
         self.running: list[BatchRequest] = []
         self.groups = defaultdict[KVQuantization | None, RunningTogether](new_group)
         self.ready: list[BatchResponse] = []
-        self._joining: list[BatchRequest] = []  # have read their prompts; join next
+        self._joining: list[BatchRequest] = []  # join next
         self._statistics, self._most = statistics, most
 
     def add(self, row: BatchRequest) -> None:
-        """Add a request to the end of the queue."""
+        """Append a request."""
         self.rows[row.uid] = row
         self.waiting.append(row)
         self._count_alone(row)
@@ -60,7 +60,7 @@ class BatchQueue:
             try:
                 if rows:
                     group.next_round(drain=drain)
-            finally:  # tokens read before an error are handed out too
+            finally:  # also the tokens read before an error
                 self._respond(rows)
         alone = []
         for row in self.running:  # a comprehension would cost a call
@@ -92,7 +92,7 @@ class BatchQueue:
             row.let_go()
 
     def _join(self) -> None:
-        """Read prompts while there is room, and let rows with read prompts join."""
+        """Read prompts while there is room, and let their rows join."""
         if any(group.in_flight for group in self.groups.values()):
             return
         room: PrefillBudget | None = None

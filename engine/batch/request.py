@@ -1,4 +1,4 @@
-"""One row of a batch (a stream whose rounds the batch runs), and why rows run alone."""
+"""One row of a batch, and the reasons why a row runs alone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ class StreamSource(Protocol):
 
     @property
     def lengths(self) -> PolicyFactory:
-        """Makes the draft length policies."""
+        """The factory of draft length policies."""
         ...
 
     @property
@@ -56,26 +56,24 @@ class StreamSource(Protocol):
 
 @dataclass(eq=False, slots=True)
 class BatchRequest:
-    """One request of a batch."""
+    """One request of a batch: a stream whose rounds the batch runs."""
 
     uid: int  # returned by `BatchGenerator.insert`
-    stream: Stream  # turns the request's tokens into text; ends the request
+    stream: Stream
     alone: str | None = None  # why it cannot share forwards; None: it can
     error: Exception | None = None  # the error that ended it
-    # Chunks of its last round that are not handed out yet
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)  # of its last round
 
     # Looked up once, since each round needs them:
-    generation: Generation = field(init=False)  # of its stream
-    request: Request = field(init=False)  # its lane, drafter, policy and verifier
-    policy: DraftLengthPolicy = field(init=False)  # its policy when it runs alone
+    generation: Generation = field(init=False)
+    request: Request = field(init=False)
+    policy: DraftLengthPolicy = field(init=False)  # used when it runs alone
     planner: Any = field(init=False)  # plans its drafts in a batch
-    # Its drafter, if a rule chooses among the proposals that it offers; else None
+    # The drafter, if a rule chooses among its proposals
     ruled: RuledDrafter | None = field(init=False)
-    # Its drafter, or the member of a cascade that rows can share; for plain decoding
-    # one that proposes nothing
+    # The drafter, or the member of a cascade that rows can share
     drafter: OpenDrafter = field(init=False)
-    tokens: list[int] = field(init=False)  # its known tokens
+    tokens: list[int] = field(init=False)  # the known tokens
 
     def __post_init__(self) -> None:
         self.generation = self.stream.generation
@@ -103,7 +101,7 @@ class BatchRequest:
         return [lane for lane in result if lane is not None]
 
     def let_go(self) -> None:
-        """Drop the caches of its lanes and the state of its drafter after its end."""
+        """Drop the caches of its lanes and the state of its drafter."""
         for lane in self.lanes:
             lane.caches = []
         self.drafter.let_go()
@@ -111,9 +109,7 @@ class BatchRequest:
     def begin(self, fits: Callable[[int], bool]) -> bool:
         """Read the part of its prompt that fits, see `Generation.begin`.
 
-        Raises:
-            Exception: an error of the model, which has ended the stream; or an error of
-                a signal handler, which has not.
+        An error of the model ends the stream; an error of a signal handler does not.
         """
         try:
             return self.generation.begin(fits)
@@ -154,8 +150,8 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
 
 
 def _quantized_later(stream: Stream) -> bool:
-    """Return whether caches are to be quantized only after the prompt was read."""
+    """Return whether caches are quantized only at a position after the prompt."""
     request = stream.request
     how, read = request.target.quantization, len(request.sequence.tokens) - 1
-    # Without a prefill the first forward reads no quantized keys either.
+    # max(1, ...): without a prefill, the first forward reads no quantized keys either.
     return how is not None and max(1, how.start) > read

@@ -10,12 +10,12 @@ class BatchResponse:
     """One emitted token of one row, or the end of a row without a token.
 
     Attributes:
-        uid: the id of the row, as returned by `insert`.
-        chunk: the token and its text, as `stream` yields them. None: the row ended
-            without a token, by an error or with a budget of 0.
+        uid: the id of the row.
+        chunk: the token and its text. None: the row ended without a token, by an error
+            or with a budget of 0.
         finish_reason: "stop", "length" or "error" in the row's last response, else
             None.
-        error: the error that ended this row only; None: the row has not failed.
+        error: the error that ended this row only.
     """
 
     uid: int
@@ -30,11 +30,8 @@ class BatchStatistics:
 
     Attributes:
         rounds: calls of `next` in which rows ran.
-        forwards: forwards of the target over rows that run together, not counting
-            those that read prompts.
+        forwards: forwards of the target over rows that run together, without prefill.
         row_rounds: the sum of the numbers of rows of these forwards.
-        drafted: drafted tokens of all rows.
-        accepted: accepted tokens of all rows.
         emitted: generated tokens.
         finished: rows that have ended, with an error or without, or were removed.
         failed: rows that ended with an error.

@@ -4,9 +4,6 @@ Between two rounds the caches hold every request's known tokens except the last 
 If a plain step is in flight (its tokens are fed, its choices not read), the caches hold
 the last token too.
 
-`planning` has the decoder, which runs each round for all requests at once. This module
-hands the outcomes to the requests.
-
 An error that concerns all requests, such as a lack of memory, is raised after the round
 is rolled back; the round can be run again. An error of one request ends that request.
 """
@@ -28,11 +25,7 @@ from mlx_speculation.models import BatchLane, RowSizes
 
 
 class RunningTogether:
-    """Runs the rounds of requests that share forwards.
-
-    Attributes:
-        rows: the requests, in the order in which they joined.
-    """
+    """Runs the rounds of requests that share forwards: `rows`, as they joined."""
 
     def __init__(
         self,
@@ -104,8 +97,8 @@ class RunningTogether:
     def next_round(self, *, drain: bool = False) -> None:
         """Run a round of all requests; set the `chunks` or the `error` of each.
 
-        Args:
-            drain: submit no further step, so that requests can join after the round.
+        With `drain`, no further step is submitted, so that requests can join
+        afterwards.
         """
         self._begin()
         rows, budgets, cuts, known = self.rows, [], [], []
@@ -174,7 +167,7 @@ class RunningTogether:
 
     @contextmanager
     def _lent(self, row: BatchRequest) -> Iterator[None]:
-        """Inside the context, let a request's own lane hold a copy of its caches."""
+        """Let a request's own lane hold a copy of its caches inside the context."""
         try:
             self.give_back(row)
             yield

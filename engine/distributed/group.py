@@ -1,7 +1,6 @@
 """The ranks of a group, and the exchange that compares their places in the program.
 
-Ranks send each other arrays of `mx.distributed`. All ranks have to send the same
-numbers of bytes in the same order, for two purposes:
+All ranks have to send the same numbers of bytes in the same order, for two purposes:
 
     exchange    before every forward, each rank sends a line with its place in the
                 program and receives all lines; if places differ, all ranks raise errors
@@ -33,8 +32,7 @@ from mlx_speculation.errors import (
 from mlx_speculation.models import Group, gathered
 
 LINE_BYTES = 256
-# How long to wait after an error of mlx for the system to close a connection
-LOST_SECONDS = 2.0
+LOST_SECONDS = 2.0  # after an error of mlx, the system may close a connection so late
 _PACKAGES = ("mlx", "mlx-lm", "mlx-speculation")
 _BACKEND = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")
 
@@ -43,11 +41,11 @@ _met: dict[tuple[Any, ...] | None, "RankGroup"] = {}
 
 
 class Place(NamedTuple):
-    """The place of an exchange in the program, which must be equal on all ranks."""
+    """The place of an exchange in the program; it must be equal on all ranks."""
 
     kind: str  # "make" (a generator), "begin" (a stream), "round" or "draft"
     number: int  # of the generator or the stream, in the order in which they are made
-    step: int  # the number of earlier exchanges of the stream
+    step: int  # number of earlier exchanges of the stream
 
     def __str__(self) -> str:
         if self.kind == "make":
@@ -56,17 +54,12 @@ class Place(NamedTuple):
 
 
 class RankGroup:
-    """The ranks of one group, seen from this rank.
+    """The ranks of one group, seen from this rank; `leads` is true on rank 0.
 
     Args:
         group: a group of two or more ranks.
         names: the name of each rank in messages.
         word: a random text, equal on all ranks and new at each start of the program.
-
-    Attributes:
-        rank: the number of this rank.
-        size: the number of ranks.
-        leads: whether this is rank 0.
     """
 
     def __init__(self, group: Group, names: Sequence[str], word: str) -> None:
@@ -80,9 +73,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: Group) -> "RankGroup | None":
-        """Return the ranks of a group; None: it has one rank.
-
-        All ranks have to call this, and wait here for each other.
+        """Return the ranks of a group, after waiting for all; None: it has one rank.
 
         Raises:
             InvalidRequestError: `group` is no group.
@@ -117,9 +108,7 @@ class RankGroup:
     def exchange(self, place: Place, said: Sequence[Any]) -> list[list[Any]]:
         """Send values to all ranks, wait for all ranks, and return the values of each.
 
-        Args:
-            place: this rank's place in the program.
-            said: values of JSON types; with `place` they take at most `LINE_BYTES`.
+        `said` holds values of JSON types; with `place` they take at most `LINE_BYTES`.
 
         Raises:
             RankMismatchError: the ranks are at different places; all of them raise it.
@@ -137,9 +126,9 @@ class RankGroup:
         return [each.decode(errors="replace").rstrip() for each in raw]
 
     def leave(self, why: str) -> None:
-        """Give up the group when other ranks may be waiting for this rank's forward.
+        """Give up the group while other ranks may be waiting for this rank's forward.
 
-        The other ranks of a ring learn of it at once. Nothing can begin on this group
+        In a ring, the other ranks notice at once. Nothing can begin on this group
         afterwards.
         """
         self._broken = self._broken or (
@@ -187,7 +176,7 @@ class RankGroup:
             )
 
     def _refusals(self, place: Place, line: str) -> str:
-        """Exchange errors; return a text on the first rank that has one, or ""."""
+        """Exchange errors; return a text on the first rank with an error, or ""."""
         sizes = [size for (size,) in self.exchange(place, [len(line.encode())])]
         if not any(sizes):
             return ""
@@ -227,7 +216,7 @@ class RankGroup:
         )
 
     def _raise_apart(self, place: Place, rank: int, line: list[Any] | None) -> NoReturn:
-        """Raise an error that names another rank's place and this rank's place."""
+        """Raise an error that names the places of both ranks."""
         there = "is inside a forward" if line is None else str(Place(*line[:3]))
         message = (
             f"Rank {rank} {there}, but rank {self.rank} {place}: their programs are "
@@ -240,7 +229,7 @@ class RankGroup:
 
 
 def _own() -> dict[str, Any]:
-    """Return what this rank sends about itself when a group is made."""
+    """Return what this rank sends about itself."""
     identity = {"host": socket.gethostname()[:200], "pid": os.getpid()}
     versions = {name: version(name) for name in _PACKAGES}
     return {**identity, **versions, "word": secrets.token_hex(16)}

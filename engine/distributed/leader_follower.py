@@ -8,8 +8,7 @@
                    and the accepted number in
                    the graph, in one array
 
-Thus only rank 0 has a drafter, and only rank 0 chooses tokens. All ranks make the same
-calls in the same order. Arrays sent in the graph are not evaluated first.
+Arrays sent in the graph are not evaluated first.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,10 +31,7 @@ from mlx_speculation.samplers import Chooser, Rows, Sampling, Verified, Verifier
 
 
 class RankedPolicy:
-    """The draft lengths of the leader, on every rank.
-
-    The policies of followers are not called.
-    """
+    """The leader's draft lengths, on every rank; followers' policies are not called."""
 
     def __init__(self, session: RankSession, policy: DraftLengthPolicy) -> None:
         self._session, self._policy = session, policy
@@ -56,9 +52,9 @@ class RankedPolicy:
 
 
 class RankedDrafter(WrappedDrafter):
-    """The drafter of the leader, on every rank.
+    """The leader's drafter, on every rank.
 
-    `inner` handles its own faults; a follower passes None for `inner`.
+    `inner` handles its own faults. A follower passes None for `inner`.
     """
 
     def __init__(self, session: RankSession, inner: OpenDrafter | None) -> None:
@@ -66,10 +62,7 @@ class RankedDrafter(WrappedDrafter):
         self._session = session
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Return the leader's draft, without waiting for its tokens.
-
-        Followers get no probabilities.
-        """
+        """Return the leader's draft, unevaluated; followers get no probabilities."""
         draft = None
         if self._session.leads:
             with self._session.leaving("draft"):
@@ -129,16 +122,11 @@ class RankedDecisions(Verifier):
         *,
         accepts: bool,
     ) -> Verified:
-        """Return the leader's decision on `rows` rows of this rank's logits.
+        """Return the leader's decision on the last `rows` rows of `logits`, [n, vocab].
 
         If `decide` fails, for example in a user's logits processor, the followers get
         unusable rows, which end the round there too. Log-probabilities are not sent.
-
-        Args:
-            decide: makes the decision; called on the leader only.
-            logits: [rows, vocab], the last rows of this rank's forward.
-            rows: the number of rows to decide on.
-            accepts: whether the decision has a number of accepted tokens.
+        With `accepts`, the decision has a number of accepted tokens.
         """
         # Depends on the logits: their sums over the ranks have to be computed first.
         zeros = mx.zeros((2 * rows + accepts,), mx.uint32)
@@ -173,14 +161,14 @@ def on_ranks(request: Request, session: RankSession) -> Request:
 
 
 def never_called(chooser: Chooser) -> Sampling:
-    """Return the sampling options of a follower, which calls no logits processor.
+    """Return a follower's sampling options, with no processor of the user's.
 
-    The follower verifies row by row if the leader does.
+    If the leader verifies row by row, so does the follower.
     """
     serial = not chooser.processors.parallel
     return replace(chooser.sampling, logits_processors=(_idle,) if serial else ())
 
 
 def _idle(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Change nothing; its presence makes a follower verify row by row."""
+    """Change nothing."""
     return logits

@@ -1,16 +1,15 @@
 """Detection of lost neighbours in mlx's ring, by the state of its connections.
 
-Python cannot wake a thread that waits inside of mlx. When the process at the other end
-of a connection ends, mlx's ring backend seldom raises an error: most often (9 of 10
-kills of a busy pair, mlx 0.32.2) a task of its thread pool waits for ever, and so does
-the thread that evaluates. But the system has closed the connection. A thread polls the
-connections, and after a loss ends this process if a call of mlx does not return.
+When the process at the other end of a connection ends, mlx's ring backend seldom raises
+an error. Most often (9 of 10 kills of a busy pair, mlx 0.32.2) the thread that
+evaluates waits for ever inside of mlx, where Python cannot wake it. But the system has
+closed the connection. A thread polls the connections, and after a loss ends this
+process if a call of mlx does not return.
 
-    connections       TCP connections of this process at ports that MLX_HOSTFILE names;
-                      their state is polled, and nothing is read or written
-    other backends    have no such connections, so nothing is watched
-
-A suspended process keeps its connections, so the other ranks wait for it.
+The connections are this process's TCP connections at ports that MLX_HOSTFILE names.
+Nothing is read from them or written to them. Other backends than the ring have none, so
+nothing is watched. A suspended process keeps its connections, so the other ranks wait
+for it.
 """
 
 import json
@@ -27,11 +26,10 @@ from pathlib import Path
 
 LOOK_SECONDS = 0.2
 # Seconds until a stuck process prints an error, and until it is ended. They count from
-# the detection of the loss or from this rank's entry into mlx, whichever is later. A
-# rank that is not stuck has left mlx by then. mlx.launch ends all ranks 1 to 2 s after
-# the first of them has ended.
+# the detection of the loss or from this rank's entry into mlx, whichever is later.
+# mlx.launch ends all ranks 1 to 2 s after the first of them has ended.
 SAY_SECONDS, END_SECONDS = 1.0, 4.0
-STATUS = 70  # the exit status of a process that is ended
+STATUS = 70  # exit status
 _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 Connections = Mapping[int, Sequence[socket.socket]]
@@ -94,7 +92,7 @@ class RingWatch:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Mark that this thread may be waiting inside of mlx for other ranks."""
+        """Mark that this thread may be waiting for other ranks inside of mlx."""
         if self._depth == 0:
             self._entered = time.monotonic()
         self._depth += 1
@@ -110,11 +108,7 @@ class RingWatch:
             ended = bool(self.lost()) and self._end_if_stuck(time.monotonic())
 
     def _end_if_stuck(self, now: float) -> bool:
-        """Print that a thread is stuck inside of mlx, and later end the process.
-
-        Returns:
-            Whether the process was ended.
-        """
+        """Report a thread that is stuck in mlx; end the process later, and return True."""
         if self._depth == 0 or self._known is None:
             return False
         ranks, since = self._known
@@ -140,8 +134,8 @@ def ring_connections(
     """Return this process's connections of mlx's ring, by the rank at the other end.
 
     A rank listens at its ports in the hostfile, accepts the connection of the rank
-    before it, and connects to the rank after it. With other backends the result is
-    empty.
+    before it, and connects to the rank after it. Other backends have no such
+    connections.
     """
     path = os.environ.get("MLX_HOSTFILE", "") if hosts is None else hosts
     if not path or not Path(path).is_file():

@@ -13,8 +13,8 @@ In each exchange a rank may send "left" instead, followed by the text of the err
 has ended the stream on that rank. All ranks then end the stream, and the group remains
 usable.
 
-A stream that is dropped sends nothing. The ranks agree before each forward, so all of
-them have submitted the same forwards, and no rank waits for another.
+A stream that is dropped sends nothing. The ranks agree before each forward, so no rank
+waits for a forward of another.
 """
 
 import hashlib
@@ -38,12 +38,12 @@ from mlx_speculation.errors import (
 from mlx_speculation.models import broadcast
 from mlx_speculation.samplers import Sampling
 
-LEFT_BYTES = 600  # the largest size of an error's text
-_LETTERS = 60  # the longest name of a drafter, or reason of a plan
+LEFT_BYTES = 600  # an error's text is cut to this size
+_LETTERS = 60  # a drafter's name and a plan's reason are cut to this length
 
 
 class ClosedByLeaderError(Exception):
-    """Ends a follower's stream after the leader has closed the leader's stream."""
+    """Ends a follower's stream after rank 0 has closed its own."""
 
     def __init__(self, taken_back: int) -> None:
         super().__init__(taken_back)
@@ -53,10 +53,7 @@ class ClosedByLeaderError(Exception):
 class RankSession:
     """This rank's side of one stream.
 
-    Attributes:
-        group: the ranks.
-        leads: whether this is rank 0.
-        fields: the values that have to be equal on all ranks, by name.
+    `fields` holds the values that have to be equal on all ranks, by name.
     """
 
     def __init__(
@@ -64,17 +61,14 @@ class RankSession:
         group: RankGroup,
         fields: Mapping[str, Any],
         *,
-        # The parts of the target for which rank 0's drafter needs all ranks; see
-        # `STATES` and `OUTPUT` in `target`
-        needs: Sequence[str],
+        needs: Sequence[str],  # `STATES` and `OUTPUT` of `target`
     ) -> None:
         self.group, self.leads = group, group.leads
         self.fields = dict(fields)
         self._number, self._needs = group.next_number(), list(needs)
         self._step = 0
         self._started = self._ended = False
-        # Whether the other ranks may be waiting for a forward of this rank
-        self._owes = False
+        self._owes = False  # other ranks may be waiting for a forward of this rank
 
     @property
     def running(self) -> bool:
@@ -90,10 +84,7 @@ class RankSession:
         return replace(sampling, seed=int.from_bytes(digest[:4]))
 
     def begin(self) -> list[str]:
-        """Wait for all ranks to begin this stream, with the same options.
-
-        Returns:
-            The `needs` of rank 0.
+        """Wait until all ranks begin this stream; return the `needs` of rank 0.
 
         Raises:
             RankMismatchError: an option differs; all ranks raise it.
@@ -122,7 +113,7 @@ class RankSession:
         return Plan(*what) if plan is None else plan
 
     def turn(self) -> None:
-        """Begin on all ranks a round that was planned before.
+        """Begin on all ranks a round that already has a plan.
 
         Raises:
             ClosedByLeaderError: rank 0 has ended the stream.
@@ -159,10 +150,9 @@ class RankSession:
             raise
 
     def _leave(self, kind: str, error: BaseException) -> None:
-        """Tell the other ranks in an exchange that an error has ended the stream here.
+        """Tell the other ranks that an error has ended the stream here.
 
-        Raises:
-            RankLostError: a rank of a lower number has left with another type of error.
+        If a lower rank has left with another type of error, raise RankLostError.
         """
         self._ended = True
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -173,9 +163,9 @@ class RankSession:
         """Record the end of the stream, and tell the other ranks of an `error`.
 
         Raises:
-            RankLostError: rank 0 has failed to verify. It then sends unusable rows, so
-                that no rank waits for it; on the other ranks, this error replaces the
-                one that such rows cause.
+            RankLostError: rank 0 has failed to verify. It has sent unusable rows, so
+                that no rank waits for it. On the other ranks, this error replaces the
+                error that such rows cause.
         """
         running, self._ended = self.running, True
         if not running or error is None:
@@ -214,7 +204,7 @@ class RankSession:
         return rows
 
     def _raise_left(self, texts: Sequence[str], message: str) -> None:
-        """Raise RankLostError unless this rank's error is of the type that was sent."""
+        """Raise RankLostError, unless this rank's own error is of the same type."""
         rank = next(rank for rank, text in enumerate(texts) if text)
         if texts[rank].partition(":")[0] == message.partition(":")[0]:
             return
@@ -225,7 +215,7 @@ class RankSession:
 
 
 def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text that names the first option that differs, and its rank."""
+    """Return a text on the first option that differs."""
     first = fields[0]
     name, rank = next(
         (name, rank)
@@ -240,7 +230,7 @@ def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _named(value: Any) -> Any:
-    """Return a JSON value, equal on all ranks, for a value of a type JSON lacks."""
+    """Return a JSON value, equal on all ranks, in place of one that JSON lacks."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -55,9 +55,8 @@ class RankedTarget:
         """Check the target, and return the draft on rank 0, or None on other ranks.
 
         Raises:
-            InvalidRequestError: the target is not sharded, the draft does not support
-                a sharded target, or a prefix cache was passed: ranks may drop different
-                parts of it.
+            InvalidRequestError: the target is not sharded, the draft does not support a
+                sharded target, or a prefix cache was passed.
             UnsupportedModelError: the target cannot be decoded on several ranks.
         """
         how = _check_spread(self._model, self.group.size)
@@ -79,8 +78,7 @@ class RankedTarget:
                     f"draft is of kind {member.kind!r}, but a target on ranks needs "
                     "a model, a lookup, an MTP head or a Drafter."
                 )
-            # A head that reads the output layer gets a whole copy of it when its first
-            # stream begins.
+            # The head gets a whole copy of the layer when its first stream begins.
             if self._needs_output(member) and not can_join_output(self._model):
                 raise UnsupportedModelError(
                     "The MTP head needs the whole output layer of "
@@ -125,10 +123,8 @@ class RankedTarget:
 def _check_spread(model: nn.Module, ranks: int) -> Parallel | None:
     """Return how a target is sharded over a group; None: there is one rank.
 
-    Raises:
-        InvalidRequestError: the target is not sharded and there are several ranks, or
-            it is sharded and there is one rank.
-        UnsupportedModelError: the caches of a pipeline cannot keep a part of a draft.
+    Refuse a model whose sharding does not fit the number of ranks, and a pipeline in
+    which caches cannot keep a part of a draft.
     """
     how = spread_as(model)
     if ranks > 1 and how is None:

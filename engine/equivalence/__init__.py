@@ -2,5 +2,5 @@
 
 `rows` compares the logits of one forward over a draft with those of single steps,
 `verdict` judges the result, `texts` compares two texts, and `exact_rows` tests exact
-mode. No round of a generator uses these modules.
+mode.
 """

@@ -1,10 +1,9 @@
 """Test of exact mode: do the bits of a row depend on its place in the forward?
 
-Exact mode needs one property of the device: if all forwards have the same shape, the
-bits of a row's logits depend only on the tokens up to the row, not on the row's place
-in the forward or on later rows. The test feeds a text of random tokens in four ways. It
-compares rows at the beginning and at the end of each view of the keys (see
-`caches.types.fixed_view`), up to a context length:
+If all forwards have the same shape, the bits of a row's logits must depend only on the
+tokens up to the row. The test feeds a text of random tokens in four ways, and compares
+rows at the beginning and at the end of each view of the keys (see
+`caches.types.fixed_view`):
 
     alone       each token alone, with padding; this gives the expected bits
     places      each token at each place of a forward over tokens of the text
@@ -48,12 +47,8 @@ def check_exact(
 ) -> ExactVerdict:
     """Test a model in exact mode, in all views up to a context length.
 
-    Args:
-        model: the target.
-        shape: the shape of the forwards.
-        context: the number of positions to reach, rounded up to whole views.
-        seed: the seed of all random tokens.
-        report: called with the number of finished steps and the number of all steps.
+    `context` is in positions and rounded up to whole views. `report` is called with the
+    numbers of finished steps and of all steps.
 
     Raises:
         UnsupportedModelError: exact mode does not support the model's architecture.
@@ -94,10 +89,9 @@ def check_exact(
 def _both_ways(
     lane: Lane, text: Sequence[int], draw: np.random.Generator, vocab: int
 ) -> tuple[dict[int, Any], list[Row]]:
-    """Feed each token of the text in the four ways of the test; commit the text.
+    """Feed the text in the four ways, and commit it.
 
-    Returns:
-        The logits of each position fed alone, and the rows of the three other ways.
+    Return the logits of each position fed alone, and the rows of the three other ways.
     """
     other = _twin(lane, lane.shape)
     alone: dict[int, Any] = {}
@@ -131,7 +125,7 @@ def _rows(lane: Lane, fed: Sequence[int], count: int, keep: int = 0) -> list[Row
 
 
 def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
-    """Return a new lane whose caches hold what this lane's caches hold."""
+    """Return a new lane with the same contents of caches."""
     twin = Lane(lane.model, sliding="slack", shape=shape)
     if lane.seen:
         twin.resume(snapshot(lane.caches, 0, lane.seen))
@@ -139,7 +133,7 @@ def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
 
 
 def _seconds(lane: Lane) -> tuple[float, float]:
-    """Return the seconds of a step without exact mode, and of one in exact mode."""
+    """Return the seconds of a plain step and of one in exact mode."""
     result = []
     for one in (_twin(lane, None), lane):
         times = []

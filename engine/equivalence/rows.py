@@ -1,8 +1,8 @@
 """Comparison of verification in one forward with verification in single steps.
 
-A round of speculation needs one property: in each row, a forward over k + 1 tokens
-chooses the same token as k + 1 forwards over one token. This module runs both on the
-same caches, without changing them, and compares the logits row by row:
+In each row, a forward over k + 1 tokens has to choose the same token as k + 1 forwards
+over one token. This module runs both on the same caches, without changing them, and
+compares the logits row by row:
 
     text        the model's greedy continuation of a prompt
     draft       the next k tokens of the text, one of them replaced by a wrong one
@@ -32,8 +32,7 @@ class Row:
     index: int  # row 0 follows the last token before the draft
     at_once: int  # the token that the forward over k + 1 tokens chooses
     one_by_one: int  # the token that the forward over one token chooses
-    # The best logit minus the second best, in the forward over one token
-    margin: float
+    margin: float  # best logit minus second best, in the forward over one token
     difference: float  # the largest difference of a logit between the two ways
 
     @property
@@ -58,20 +57,19 @@ class Place:
 
 
 def verify_both_ways(
-    model: nn.Module,  # an mlx-lm model
+    model: nn.Module,
     prompt: Sequence[int],  # token ids, at least one
-    # The greedy continuation of the prompt; at least `draft_length` tokens
-    text: Sequence[int],
+    text: Sequence[int],  # the greedy continuation, at least `draft_length` tokens
     *,
     draft_length: int,  # k, at least 1
     places: int,  # how many drafts, at least 1; fewer if the text is too short
     seed: int,  # draws the wrong token of each draft and its index
-    sliding: Sliding = "native",  # the kind of sliding caches, see `Lane`
+    sliding: Sliding = "native",
 ) -> Iterator[Place]:
     """Yield comparisons at places that are evenly spread over the text.
 
-    The text before every other place is fed in forwards over k + 1 tokens, else one by
-    one, since forwards over several tokens change the order of keys in a ring cache.
+    Before every other place, the text is fed in forwards over k + 1 tokens, else one by
+    one. Forwards over several tokens change the order of keys in a ring cache.
 
     Raises:
         InvalidRequestError: the text is too short.

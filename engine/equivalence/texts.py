@@ -1,20 +1,19 @@
 """Comparison of two texts of one model, with tolerance for rounding.
 
 A forward over k + 1 tokens and k + 1 forwards over one token compute the same logits,
-but with most matrix products not bit for bit. The texts may therefore part at a
-position at which two tokens are almost equally good. The tokens before that position
-are fed to the model again, once token by token and once in blocks, and the logits at
-the position are compared:
+but usually not bit for bit. The texts may therefore part at a position at which two
+tokens are almost equally good. The tokens before that position are fed to the model
+again, once token by token and once in blocks, and the logits at the position are
+compared:
 
     difference   the largest change of a logit between the two ways
     margin       the difference between the scores of the two tokens
     edge         the distance of a token from the border of the top-p set
 
-The texts differ by a near-tie if the margin is at most twice the difference (divided by
-the temperature) plus the spacing of the logits' dtype at the largest logit, or if the
-edge is at most twice the difference. Anything else is a real difference. The spacing
-matters in bfloat16: rounding may move a score by one spacing, even if the ways that
-were tried agree by chance.
+The texts differ by a near-tie if margin <= 2 * difference / temperature + spacing, or
+if edge <= 2 * difference. The spacing is that of the logits' dtype at the largest
+logit. It matters in bfloat16: rounding may move a score by one spacing, even if the
+ways that were tried agree by chance.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,17 +58,17 @@ class Parting:
 
 
 def find_parting(
-    model: nn.Module,  # the target
-    chooser: Chooser,  # the chooser of both texts
-    prompt: Sequence[int],  # token ids
+    model: nn.Module,
+    chooser: Chooser,  # of both texts
+    prompt: Sequence[int],
     expected: Sequence[int],  # the text by forwards over one token
     got: Sequence[int],  # the text by forwards over several tokens
     *,
     width: int,  # the largest number of tokens of a forward
-    # The number of places in a block at which to try the row; None: all. Fewer are
-    # faster, but may give a smaller difference than the texts had.
+    # How many places in a block to try the row at; None: all. Fewer places may give a
+    # smaller difference than the texts had.
     places: int | None = None,
-    make_lane: MakeLane = Lane,  # makes lanes with the texts' kinds of caches
+    make_lane: MakeLane = Lane,  # with the texts' kinds of caches
 ) -> Parting | None:
     """Return the first difference of two texts; None: they are equal."""
     pairs = enumerate(zip_longest(expected, got))
@@ -103,7 +102,7 @@ def deciding_row(
 
     All tokens of the prompt but the last are fed as in prefill, the others in blocks:
     the first has `first` tokens, each further one `width` tokens. The last block is
-    filled up: its width affects the row's rounding, but tokens after the row do not.
+    filled up, since its width affects the row's rounding.
     """
     lane = make_lane(model)
     head, rest = list(tokens[: prompt - 1]), list(tokens[prompt - 1 :])

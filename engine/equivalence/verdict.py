@@ -6,8 +6,7 @@
     different       choices differ in a row without such a tie
 
 On most GPUs and with most BLAS libraries, rounding alone changes the choice between two
-almost equally good tokens. A margin of the size of the usual difference is a near-tie;
-a margin many times larger is a fault.
+almost equally good tokens.
 """
 
 from collections.abc import Sequence
@@ -42,9 +41,9 @@ class RowVerdict:
     """The verdict on the rows of all places."""
 
     verdict: Verdict  # see the module
-    rows: int  # the number of rows
-    differing_rows: int  # the number of rows whose choice differs
-    first: First | None  # the first of these rows; None: there is none
+    rows: int
+    differing_rows: int  # rows whose choice differs
+    first: First | None  # the first of these rows
     largest_difference: float  # of any logit
     tolerance: float  # the largest margin that counts as a tie
 
