@@ -42,8 +42,8 @@ class SpeculativeGenerator:
         generator = SpeculativeGenerator(model, tokenizer, draft=small_model)
         print(generator.generate("def fib(n):", max_tokens=64).text)
 
-    Streams of one generator are independent of each other, unless `draft` is a
-    drafter object of your own, which drafts for one open stream at a time.
+    Streams of one generator are independent of each other, unless `draft` is a drafter
+    object of your own, which drafts for one open stream at a time.
 
     A drafter that fails is disabled for the rest of the stream, and the text goes on:
     `stats.drafter_faults` and a `DrafterFaultWarning` say how it failed.
@@ -89,15 +89,16 @@ class SpeculativeGenerator:
             quantize_draft: bits of the loaded draft's or head's weights: 2 to 6, or 8.
             adapter_path: a folder of adapter weights for the target, by mlx_lm.lora.
             trust_remote_code: let code in the folders of target and draft model run.
-            parallel: how the target is sharded over `group`: "tensor" or "pipeline". A
-                draft model is loaded on rank 0 only.
-            vision: load the target with mlx-vlm, to read images; None: only if the
+            parallel: how the target is sharded over `group`. A draft model is loaded on
+                rank 0 only.
+            vision: load the target with mlx-vlm, to read images. None: only if the
                 folder has a vision part and mlx-lm does not know the architecture.
             history: how many tokens of earlier answers a lookup searches, for `draft`
                 "lookup" or "auto"; see `LookupDraft`.
             options: the fields of `GeneratorOptions`. `draft="auto"` takes the draft
                 that speculation.json in the folder names, else the folder's head, and
-                adds a lookup; if a head was expected, `notices` says why it is missing.
+                adds a lookup. If a head was expected and is missing, `notices` says
+                why.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no complete head, or its
@@ -184,7 +185,7 @@ class SpeculativeGenerator:
 
     @property
     def lengths(self) -> PolicyFactory:
-        """Factory of draft length policies, for `BatchGenerator`."""
+        """Factory of draft length policies."""
         return self._setup.lengths
 
     @property
@@ -199,7 +200,7 @@ class SpeculativeGenerator:
 
         72 rounds run for each context; `round_parts` has the parts of their time. On
         one rank and without exact mode, 26 more rounds find how many layers a forward
-        should submit at once. Without calibration, first streams measure the costs.
+        should submit at once. Without calibration, the first streams measure the costs.
 
         Args:
             contexts: numbers of tokens in the caches to measure at. Costs are taken as
@@ -208,7 +209,8 @@ class SpeculativeGenerator:
 
         Returns:
             Seconds of a round by context bucket (0: up to 512 tokens, 1: up to 1,024)
-            and draft length; empty on ranks other than 0.
+            and draft
+            length; empty on ranks other than 0.
 
         Raises:
             InvalidRequestError: there is no draft, or a context is below 1.
@@ -228,10 +230,8 @@ class SpeculativeGenerator:
     ) -> dict[int, CostTable]:
         """Measure costs of batch rounds; return a table for each number of rows.
 
-        Args:
-            rows: numbers of rows; costs of other numbers are estimated from these.
-            contexts: as for `calibrate`, of the longest row.
-            progress: as for `calibrate`.
+        Costs of other numbers of rows are estimated from these. `contexts` are those of
+        the longest row. The tables and `progress` are as for `calibrate`.
 
         Raises:
             InvalidRequestError: there is no draft, a number is below 1, rows of this

@@ -25,16 +25,16 @@ class Memory:
 
     Attributes:
         target_weights: weights of the target.
-        draft_weights: weights of the draft, without those that it shares with the
-            target. The rows of a reduced vocabulary count. A lookup has no weights.
+        draft_weights: weights that only the draft has, and rows of a reduced
+            vocabulary.
         target_caches: caches of the target. Allocated rows that are still empty count.
         draft_caches: caches of the draft, and hidden states of the target that the
-            draft has not read yet. Of a custom drafter: the arrays and caches in its
-            attribute `held`, a list.
-        rounds: the peak bytes that open rounds of target and draft model needed
-            beside the caches, for a rollback or a partial commit: old buffers,
-            recurrent states, recorded inputs. Measured in the first round of the
-            largest width and in every 64th round.
+            draft has not read yet. A custom drafter lists its arrays and caches in an
+            attribute `held`.
+        rounds: the peak bytes that open rounds of target and draft model needed beside
+            the caches, for a rollback or a partial commit: old buffers, recurrent
+            states, recorded inputs. Measured in the first round of the largest width
+            and in every 64th round.
         prefix_cache: the generator's prefix cache: rows of earlier requests, and
             restore points of running ones.
     """
@@ -54,14 +54,14 @@ class Memory:
 
 
 # Bytes of the target's weights, bytes of weights that only the draft has, and the keys
-# of all these arrays in `arrays_in`
+# in `arrays_in` of all these arrays
 WeightBytes = tuple[int, int, frozenset[int]]
 
 
 def weight_bytes(model: nn.Module, modules: Sequence[nn.Module]) -> WeightBytes:
     """Count the weights of a target and of the modules of its draft.
 
-    For a large model this takes milliseconds, too long to repeat for every result.
+    This takes milliseconds for a large model, too long to repeat for every result.
     """
     target = model.parameters()
     draft = [module.parameters() for module in modules]
@@ -78,12 +78,8 @@ def held_memory(
 ) -> Memory:
     """Return the memory of a stream.
 
-    Args:
-        weights: see `weight_bytes`.
-        target: the lane of the target.
-        draft_lanes: lanes of the drafter; None: a lane that was dropped.
-        arrays: other arrays and caches of the drafter.
-        prefix_cache: the generator's prefix cache; None: there is none.
+    `draft_lanes` holds None for a dropped lane. `arrays` are the drafter's other arrays
+    and caches.
     """
     target_weights, draft_weights, names = weights
     lanes = [target, *draft_lanes]
@@ -140,11 +136,8 @@ def check_prompt(
 ) -> None:
     """Refuse a prompt whose caches would not fit into the free memory.
 
-    Args:
-        sizes: cache sizes of the target, draft models and heads.
-        tokens: length of the prompt.
-        cache: the prefix cache, which will copy the rows, and the states at its restore
-            points. None: there is none.
+    `sizes` are those of the target, draft models and heads. The prefix cache copies the
+    rows, and at its restore points the states.
 
     Raises:
         InvalidRequestError: the prompt needs more bytes than are free.

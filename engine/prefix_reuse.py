@@ -1,9 +1,9 @@
 """One stream's use of a prefix cache: look up, take restore points, store.
 
 A head that reads the target's hidden states has cache rows of its own. Row m of its
-layer k pairs the state of position m with token m + 1 + k. So with L layers, rows
-[0, n) depend on tokens [0, n + L), and the head next needs the states of the last L
-tokens. The target provides them in one of two ways:
+layer k pairs the state of position m with token m + 1 + k. So with L layers, rows [0,
+n) depend on tokens [0, n + L), and the head next needs the states of the last L tokens.
+The target provides these states in one of two ways:
 
     rows only       the target resumes L tokens early, and feeds these tokens again
     restore points  the target resumes at a point, which also keeps the last L states
@@ -30,23 +30,20 @@ from mlx_speculation.models import Lane, RestorePoints
 class PrefixReuse:
     """The prefix cache for one stream."""
 
-    cache: PrefixCache  # the prefix cache of the generator
+    cache: PrefixCache
     # Returns the lanes of the target and of draft models, in the order in which `cache`
     # was bound to the models; None: a lane to skip
     lanes: Callable[[], Sequence[Lane | None]]
     reach: int  # the largest number of tokens that a round adds to a lane
     keys: Sequence[int]  # cache keys of the tokens of a prompt with images
-    # Returns the head in the drafter, see `OpenDrafter.prefix_head`
-    head: Callable[[], Any]
+    head: Callable[[], Any]  # returns `OpenDrafter.prefix_head`
     kept_head: int | None  # the head's index in `cache`; None: no rows are kept
     ends: Collection[int]  # the ids of tokens that end a turn
 
     def begin(self, tokens: Sequence[int], statistics: Statistics) -> None:
         """Resume the lanes from the cached prefix of a prompt, without its last token.
 
-        Args:
-            tokens: the tokens of the prompt.
-            statistics: counts the reused tokens, and the time that this takes.
+        `statistics` counts the reused tokens and the time.
         """
         started = time.perf_counter()
         self._thread, self._prompt = threading.get_ident(), len(tokens)
@@ -80,9 +77,8 @@ class PrefixReuse:
     ) -> None:
         """Take the restore points that are due.
 
-        Args:
-            caches: returns a context in which the lanes hold their caches. Rows of a
-                batch need it: their caches are in a shared lane.
+        `caches` returns a context in which the lanes hold their caches. Rows of a batch
+        need it: their caches are in a shared lane.
         """
         due = [
             (lane.points, lane)
@@ -98,9 +94,7 @@ class PrefixReuse:
     def store(self, tokens: Sequence[int], *, ended: bool = True) -> None:
         """Store in the prefix cache the rows of `tokens` that the lanes hold.
 
-        Args:
-            tokens: the known tokens.
-            ended: whether no round follows.
+        `ended` tells that no round follows.
         """
         head, left = self.head(), []
         for which, lane in self._each():
@@ -121,8 +115,7 @@ class PrefixReuse:
     def _places(self, tokens: Sequence[int], known: Sequence[int]) -> set[int]:
         """Return the positions at which later prompts are likely to diverge.
 
-        One position is the end of the last complete turn, as templates change how the
-        next turn begins. The other is where the prompt diverges from earlier prompts.
+        Templates change how a turn after the last complete one begins.
         """
         places = range(len(known), 0, -1)
         end = next((at for at in places if tokens[at - 1] in self.ends), 0)
@@ -137,14 +130,14 @@ class PrefixReuse:
     def store_dropped(self, tokens: Sequence[int]) -> None:
         """Store `tokens` of a stream that is dropped before its end, if that is safe.
 
-        The garbage collector may drop the stream in another thread, which cannot
-        evaluate arrays of this thread, or while the interpreter shuts down.
+        The garbage collector may run in another thread, which cannot evaluate arrays of
+        this thread, or while the interpreter shuts down.
         """
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             self.store(tokens, ended=False)
 
     def forget(self) -> None:
-        """Drop the restore points, after an error."""
+        """Drop the restore points."""
         for _, lane in self._each():
             lane.points = None
 
@@ -156,7 +149,7 @@ class PrefixReuse:
     def _each(self) -> list[tuple[int, Lane]]:
         """Return the lanes to use, each with its index.
 
-        The lane of a draft model that a batch shares has no caches, and is left out.
+        A draft model's lane without caches is left out: a batch shares the model.
         """
         return [
             (which, lane)

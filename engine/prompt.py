@@ -21,7 +21,7 @@ from mlx_speculation.models.vision import ImagePrompt
 from mlx_speculation.samplers import Rows
 
 CONTEXT = 8  # tokens decoded before an answer, so that a space at its start is kept
-MOST = 64  # the largest number of answers compared with one prompt
+MOST = 64  # answers compared with one prompt
 
 # Text, token ids, the messages of a chat, or an image processor's output.
 Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]] | ImagePrompt
@@ -31,9 +31,8 @@ Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]] | ImagePrompt
 class Sequence:
     """The known tokens: those in the passed cache, the prompt, and the emitted ones."""
 
-    tokens: list[int]  # the known token ids
-    # How many unknown tokens precede `tokens`, in a prompt cache that was passed
-    # without `cached_tokens`
+    tokens: list[int]
+    # How many unknown tokens of a passed prompt cache precede `tokens`
     start: int = 0
     # Runs of tokens that stand for images, each as [start, stop)
     images: tuple[tuple[int, int], ...] = ()
@@ -50,10 +49,8 @@ class Prompts:
 
     tokenizer: Any  # the target's, in mlx-lm's wrapper
     highest_id: int  # the largest token id of the target
-    # Tokens that the target was made for; None: unknown
-    trained_length: int | None = None
-    # Size of the target's table of positions; None: it has no table
-    positions: int | None = None
+    trained_length: int | None = None  # context length in training; None: unknown
+    positions: int | None = None  # size of the table of positions; None: no table
     # Replaces the ids of earlier answers in a prompt, see `replayed`
     replay: Callable[[list[int]], list[int]] = list
 
@@ -144,7 +141,7 @@ class Prompts:
         return self._checked_ids(ids)
 
     def _render(self, messages: SequenceOf[Any]) -> str:
-        """Render a conversation as text, up to the beginning of the answer."""
+        """Render a conversation up to the beginning of the answer."""
         for each in messages:
             if not isinstance(each, Mapping) or "role" not in each:
                 raise InvalidRequestError(
@@ -201,11 +198,7 @@ class Prompts:
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return a content of several parts as one text, as mlx-lm's server does.
-
-    Raises:
-        InvalidRequestError: a part is not text.
-    """
+    """Return a content of several parts as one text, as mlx-lm's server does."""
     parts = message.get("content")
     if isinstance(parts, str) or not isinstance(parts, SequenceOf):
         return {}
@@ -235,8 +228,8 @@ def replayed(cache: PrefixCache, tokenizer: Any, ids: SequenceOf[int]) -> list[i
         the prompt     [The][ answer][ is][ 42]       the same text, encoded again
 
     The ids of a cached answer replace ids of the prompt only if all ids before them are
-    equal, and the texts of both are equal character by character. So the text of the
-    prompt never changes: nothing can get into it from another conversation.
+    equal, and the texts of both are equal character by character. So nothing can get
+    into the text of the prompt from another conversation.
     """
     prompt, done = list(ids), -1
     while True:
@@ -254,10 +247,7 @@ def replayed(cache: PrefixCache, tokenizer: Any, ids: SequenceOf[int]) -> list[i
 
 
 def _end(tokenizer: Any, prompt: SequenceOf[int], first: int, text: str) -> int:
-    """Return the end of the tokens, from `first` on, that decode to `text`.
-
-    0: the text ends in the middle of a token.
-    """
+    """Return the end of the tokens, from `first` on, that decode to `text`, else 0."""
     low, high = first, min(len(prompt), first + CONTEXT + 4 * len(text))
     while low < high:  # bisection: more tokens never have a shorter text
         middle = (low + high) // 2

@@ -96,9 +96,9 @@ class Result:
         stats: counts and times.
         seed: the seed, which decides the text at a temperature above 0.
         cached_tokens: the known tokens that the target's caches hold, in order.
-        next_token: the token that would have come next; with it as the prompt and the
-            same caches, seed and `cached_tokens`, the text goes on as if it had not
-            been interrupted. None: not known.
+        next_token: the token that would have come next. With it as the prompt and the
+            same caches, seed and `cached_tokens`, the text goes on without a
+            difference. None: not known.
         memory: bytes that were held at the end.
         logprobs: log-probability of each token; None: not requested.
         origins: origin of each token.

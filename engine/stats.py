@@ -10,17 +10,17 @@ class SourceCounts:
     """Counts of one kind of drafter."""
 
     drafts: int = 0  # rounds with a draft of this kind
-    drafted: int = 0  # drafted tokens
-    accepted: int = 0  # accepted tokens
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterFault:
     """Fault for which a drafter is disabled for the rest of a stream."""
 
-    drafter: str  # the name of its class
+    drafter: str  # the name of the drafter's class
     call: str  # "begin", "propose", "settle" or "discard"
-    reason: str  # the error, or the fault of its draft, in one line
+    reason: str  # the error, or the fault of the draft, in one line
     details: str  # the traceback; without an error, the reason again
 
     def __str__(self) -> str:
@@ -44,29 +44,28 @@ class Statistics:
         reached: at index i, how often at least i + 1 drafted tokens were accepted.
         sources: drafts, drafted and accepted tokens by the kind of drafter.
         empty_drafts: rounds in which the drafter was asked and proposed nothing.
-        drafter_faults: the faults of drafters; after a fault a drafter is disabled for
-            the rest of the stream, and the text goes on without it.
+        drafter_faults: the faults for which drafters were disabled.
         paused: the reason why fewer than half of the rounds had drafts, if it is known
             and drafts were requested; else empty.
-        reads: how often the host waited for the device, besides once per round: for
-            a drafter that may stop early, in the middle of a draft; for a constraint,
-            which needs the tokens before a row.
-        reruns: partial acceptances that ran the target again, because a recurrent
-            mixer was not recorded.
+        reads: how often the host waited for the device, besides once per round: for a
+            drafter that may stop early, or for a constraint, which needs the tokens
+            before a row.
+        reruns: partial acceptances that ran the target again, because a recurrent mixer
+            was not recorded.
         mixer_reruns: partial acceptances in which a recurrent mixer of the target ran
-            again over its inputs, because it has no replay (mamba, jamba, rwkv7), or
-            the record of its call is incomplete.
-        reused: prompt tokens that the target did not read, as the prefix cache held
+            again over its inputs. It has no replay (mamba, jamba, rwkv7), or the record
+            of its call is incomplete.
+        reused: prompt tokens that the prefix cache held, so the target did not read
             them.
         reused_from_disk: reused tokens that were only in files.
         prefill_seconds: time from the start to the first round.
         draft_seconds: time of the rounds until the drafted tokens are computed.
         verify_seconds: time after that until the target's logits are computed; in plain
-            steps, all time until they are computed. Includes the replay of recurrent
-            layers, which is computed with the next forward.
+            steps, all time until then. Includes the replay of recurrent layers, which
+            is computed with the next forward.
         sampler_seconds: time after that until the tokens are chosen and counted.
-        host_seconds: time of the rounds in which the host works and waits for nothing;
-            see `engine.timing` for all four.
+        host_seconds: time in which the host works and does not wait; see
+            `engine.timing` for all four.
     """
 
     rounds: int = 0

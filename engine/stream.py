@@ -1,7 +1,7 @@
 """One running generation: an iterator of chunks that can be closed at any time.
 
-If the target is sharded over ranks, all ranks yield the same chunks. Rank 0 decides
-where the text ends; an error on any rank ends the text on all.
+If the target is sharded over ranks, all ranks yield the same chunks. An error on any
+rank ends the text on all.
 """
 
 import sys
@@ -34,17 +34,17 @@ from mlx_speculation.interrupts import DeferredSignals, finalize, raised_by_sign
 class Generation:
     """One request from its prompt to its result, run by a stream or by a batch."""
 
-    decoder: StreamDecoder  # runs the rounds
-    chunks: ChunkQueue  # turns emitted tokens into chunks
-    caches: FinalCaches  # brings the caches to their final contents
+    decoder: StreamDecoder
+    chunks: ChunkQueue
+    caches: FinalCaches
     out_of_positions: bool  # whether the target's positions end before `max_tokens`
-    seed: int  # the seed of the chooser, for the result
+    seed: int
     running: AbstractContextManager[None]  # entered at the first chunk, left at the end
-    memory: Callable[[], Memory]  # counts the bytes that are held
-    prefixes: PrefixReuse | None  # the prefix cache for this request; None: not used
+    memory: Callable[[], Memory]
+    prefixes: PrefixReuse | None  # None: no prefix cache is used
     # Gets the known tokens at the end, except after an error
     remember: Callable[[list[int]], None]
-    session: RankSession | None  # the stream on all ranks; None: there is only one rank
+    session: RankSession | None  # None: there is only one rank
     result: Result | None = None  # None: the generation has not ended
 
     def __post_init__(self) -> None:
@@ -60,15 +60,11 @@ class Generation:
         return self._tokens[: self.request.target.seen]
 
     def begin(self, fits: Callable[[int], bool] | None = None) -> bool:
-        """Read the part of the prompt that fits; end if there is nothing to generate.
+        """Read the part of the prompt that fits; return whether all of it was read.
 
-        A further call, also after Ctrl-C, continues where the last one stopped.
-
-        Args:
-            fits: returns whether a chunk of n tokens may be read now; None: always.
-
-        Returns:
-            Whether the prompt was read to its end.
+        A further call, also after Ctrl-C, continues where the last one stopped. `fits`
+        returns whether a chunk of n tokens may be read now; None: always. If there is
+        nothing to generate, the text ends.
         """
         if not self._started:
             self._started = True
@@ -129,7 +125,7 @@ class Generation:
             self.end(chunks.reason)
 
     def warn_of_faults(self) -> None:
-        """Warn once that a drafter is disabled; the statistics list all faults."""
+        """Warn once that a drafter is disabled."""
         faults = self._statistics.drafter_faults
         if faults and not self._warned:
             self._warned = True
@@ -222,12 +218,6 @@ class Stream:
     After an error it holds the tokens committed before the failing round. Ctrl-C, like
     any exception of a signal handler, is raised at the end of a round or of a chunk of
     the prompt, and closes the stream.
-
-    Args:
-        generation: runs the rounds.
-
-    Attributes:
-        generation: as passed.
     """
 
     _ending = staticmethod(sys.is_finalizing)  # globals are None when Python exits
@@ -315,9 +305,8 @@ class Stream:
         is run. An exception of a signal handler leaves the stream open, in its state
         before the round.
 
-        Args:
-            fits: returns whether the drafter may read a chunk of n prompt tokens now;
-                None: the drafter reads the whole prompt before its first draft.
+        `fits` returns whether the drafter may read a chunk of n prompt tokens now;
+        None: the drafter reads the whole prompt before its first draft.
         """
         self.generation.decoder.fits = fits
         with DeferredSignals(checkpoints=True):

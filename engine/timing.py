@@ -8,19 +8,21 @@
                 this much time at most.
 
 The thread waits for results in the order in which the device computes them, and a part
-ends when the thread wakes up. On a CPU the thread also waits while it submits a graph,
-since mlx takes more operations only when it has done earlier ones. Of the time spent on
-submitting, the thread's processor time therefore counts as host, and the rest as
-waiting for the logits, though part of the wait may be for the last drafted tokens. With
-CUDA the thread computed during all of this time (docs/log/rounds.md), so its processor
-time is not read; this makes a plain step of 3 ms 1 % shorter. A plain step submits the
-choice of its token together with the logits. Thus nearly all time of the choice is in
-`verify`, unless parts are exact or a constraint makes masks in between.
+ends when the thread wakes up.
 
-The parts are exact in a stream with `explain=True`: each graph is submitted when the
-one before it is computed. This makes rounds slower: on 2 cores, rounds of the dense
-demo model by 0.8 % (4 drafted tokens) and 1.1 % (plain steps). The timing of other
-streams costs 0.2 %.
+On a CPU the thread also waits while it submits a graph, since mlx takes more operations
+only when it has done earlier ones. The thread's processor time of submitting counts as
+host, and the rest as waiting for the logits, though part of the wait may be for the
+last drafted tokens. With CUDA the thread does not wait there (docs/log/rounds.md), so
+its processor time is not read, which makes a plain step of 3 ms 1 % shorter.
+
+A plain step submits the choice of its token together with the logits. Nearly all time
+of the choice is then in `verify`, unless a constraint makes masks in between.
+
+In a stream with `explain=True` the parts are exact: each graph is submitted when the
+one before it is computed. On 2 cores, this makes rounds of the dense demo model slower
+by 0.8 % (4 drafted tokens) and 1.1 % (plain steps). The timing of other streams costs
+0.2 %.
 """
 
 import time
@@ -34,7 +36,7 @@ Part = Literal["draft", "verify", "sampler"]
 
 
 class RoundSeconds(NamedTuple):
-    """Seconds of a round by part; the module defines the parts."""
+    """Seconds of a round by part."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -53,9 +55,8 @@ NO_TIME = RoundSeconds()
 class RoundClock:
     """Divides the time from `start` to `stop` into parts, without a gap.
 
-    Args:
-        waits: whether submitting a graph may wait for the device; if not, all time of
-            submitting counts as host.
+    If submitting a graph cannot wait for the device (`waits` is False), all time of
+    submitting counts as host.
     """
 
     def __init__(self, *, waits: bool = True) -> None:
@@ -63,12 +64,11 @@ class RoundClock:
         self.start()
 
     def start(self, *, planning: float = 0.0, behind: bool = False) -> None:
-        """Begin a round.
+        """Begin a round; `behind` tells that a step is in flight.
 
-        Args:
-            planning: seconds spent on the plan before this call; with a step in flight
-                they count as waiting, since a rank may wait for others to agree on it.
-            behind: whether a step is in flight.
+        `planning` are the seconds spent on the plan before this call. With a step in
+        flight they count as waiting, since a rank may wait for others to agree on the
+        plan.
         """
         self._spent = {"draft": 0.0, "verify": 0.0, "sampler": 0.0, "host": 0.0}
         self._spent["verify" if behind else "host"] = planning

@@ -144,7 +144,7 @@ class BatchGenerator:
 
     @property
     def memory(self) -> int:
-        """Allocated bytes of the caches, drafts' included, of rows that have not ended."""
+        """Allocated bytes of the caches, drafts' included, of rows that still run."""
         return self._queue.nbytes
 
     def why_alone(self, uid: int) -> str | None:

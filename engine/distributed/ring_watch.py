@@ -108,7 +108,7 @@ class RingWatch:
             ended = bool(self.lost()) and self._end_if_stuck(time.monotonic())
 
     def _end_if_stuck(self, now: float) -> bool:
-        """Report a thread that is stuck in mlx; end the process later, and return True."""
+        """Report a thread that is stuck in mlx; later end the process, return True."""
         if self._depth == 0 or self._known is None:
             return False
         ranks, since = self._known

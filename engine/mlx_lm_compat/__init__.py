@@ -1,5 +1,5 @@
 """mlx-lm's generation functions with speculation, and mlx-vlm's in `vision_generate`.
 
-They translate the arguments of mlx-lm into those of `SpeculativeGenerator`, and its
-results into mlx-lm's responses.
+The functions translate mlx-lm's arguments for `SpeculativeGenerator`, and its chunks
+into mlx-lm's responses.
 """

@@ -23,9 +23,9 @@ KEPT_FIRST = 4  # positions that mlx-lm's caches of a limited size never drop
 class Caches:
     """The caches of one text."""
 
-    target: list[Any] | None  # the target's caches; None: new ones
-    draft: list[Any] | None  # the draft model's caches; None: new ones
-    passed: list[Any] | None  # the caller's list; None: no caches were passed
+    target: list[Any] | None  # None: new ones
+    draft: list[Any] | None  # None: new ones
+    passed: list[Any] | None  # the caller's list
 
     @classmethod
     def of(

@@ -19,9 +19,9 @@ from mlx_speculation.engine.stream import Stream
 class SpeculativeResponse(GenerationResponse):
     """mlx-lm's response, with statistics and the seed.
 
-    As in mlx-lm, `from_draft` says whether the token was drafted and accepted. Unlike
-    in mlx-lm, the last of `max_tokens` is never drafted, since that would gain nothing.
-    `logprobs` are float32 [vocab], unevaluated; minus infinity for unused ids.
+    As in mlx-lm, `from_draft` says whether the token was drafted and accepted. The last
+    of `max_tokens` is never drafted, which differs from mlx-lm. `logprobs` are float32
+    [vocab], unevaluated; minus infinity for unused ids.
 
     Attributes:
         stats: counts and times so far, the same object in all responses of a text.
@@ -44,14 +44,10 @@ def responses(
 ) -> Generator[SpeculativeResponse, None, None]:
     """Yield a response for every token.
 
-    Args:
-        stream: the stream, which keeps the log-probabilities of all ids.
-        tokenizer: the target's, whose end-of-text ids are no part of the text.
-        detokenizer: mlx-lm's or mlx-vlm's, new for this text.
-        progress: reports how much of the prompt is read.
-        vocab: the number of logits in a row of the target.
-        device: the stream that mlx works on; None: the default one.
-        each: called before each response is yielded, and at the end.
+    `stream` keeps the log-probabilities of all ids. `detokenizer` is new for this text.
+    `vocab` is the number of logits in a row of the target. `device` is the stream that
+    mlx works on; None: the default one. `each` is called before each response is
+    yielded, and at the end.
     """
     # A local name: if Python exits before the text ends, globals are None in `finally`.
     working = _working(device)
@@ -61,7 +57,7 @@ def responses(
         stats=stream.stats,
         seed=_seed(stream),
     )
-    # `started`: the time at which prefill began; after it, the time of the first token
+    # `started`: the start of prefill, later the time of the first token
     started, prompt_seconds, tokens = time.perf_counter(), 0.0, 0
     progress.tell(0)
     try:
@@ -124,7 +120,7 @@ class Progress:
         self.total, self._read = total, 0
 
     def advance(self, tokens: int) -> None:
-        """Count and report `tokens` more tokens as read."""
+        """Report that `tokens` more tokens are read."""
         self._read = min(self._read + tokens, self.total)
         self.tell(self._read)
 

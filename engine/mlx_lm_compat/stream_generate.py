@@ -7,8 +7,8 @@
         print(response.text, end="")
 
 The text is that of mlx-lm without a draft: greedy if there is no sampler, else drawn
-from the sampler's distribution. mlx-lm treats some options differently with a draft;
-here they work as in plain decoding: `prefill_step_size` is 2048 by default, the options
+from the sampler's distribution. mlx-lm treats some options differently with a draft.
+Here they work as in plain decoding: `prefill_step_size` is 2048 by default,
 `max_kv_size` and `prompt_progress_callback` have an effect, and caches hold the last
 token too.
 
@@ -150,12 +150,7 @@ def generate(
 ) -> str:
     """Return the whole text; takes what `stream_generate` takes.
 
-    Args:
-        model: the target.
-        tokenizer: its tokenizer.
-        prompt: text or token ids.
-        verbose: print the text as it is generated, then speeds and acceptance.
-        options: see `stream_generate`.
+    With `verbose`, print the text as it is generated, then speeds and acceptance.
     """
     say = partial(print, end="", flush=True) if verbose else _keep_silent
     say("=" * 10 + "\n")

@@ -7,8 +7,7 @@
         print(response.text, end="")
 
 The greedy text equals mlx-vlm's. Above temperature 0 the seed determines the text, with
-or without a draft. Filters are applied in the order of `Sampling`. Keywords that are
-not listed below are refused.
+or without a draft. Filters are applied in the order of `Sampling`.
 """
 
 import copy
@@ -98,8 +97,8 @@ def _responses(
     prompt: str,
     image: Any,
     sampling: Sampling,
-    drafts: tuple[DraftArgument | None, int | None],  # the draft, and its length
-    sizes: tuple[int, int],  # of the text, and of a prefill step
+    drafts: tuple[DraftArgument | None, int | None],  # and its length
+    sizes: tuple[int, int],  # of the text and of a prefill step, in tokens
 ) -> Responses:
     """Check the images and the sizes, and return the responses of a stream."""
     target = model if isinstance(model, VisionTarget) else VisionTarget(model)
@@ -166,7 +165,7 @@ def _check_keywords(unknown: Iterable[str], audio: Any, video: Any) -> None:
 
 
 def _as_list(image: Any) -> list[Any]:
-    """Return the images as a list; `image` may be a single one, or None."""
+    """Return one image, several or None as a list."""
     if image is None:
         return []
     alone = isinstance(image, str | bytes) or not isinstance(image, Sequence)

@@ -28,13 +28,13 @@ class GeneratorOptions:
             a draft such as `MtpDraft`, `LookupDraft` or `CascadeDraft`; a `Drafter` of
             your own; or None for plain decoding. A target keeps its last loaded draft.
         draft_length: tokens drafted in a round; 0 is plain decoding. None: chosen from
-            measured round costs and acceptance, see `calibrate`; then the text of a
-            seed depends on timing under rules other than "keyed".
+            measured round costs and acceptance, see `calibrate`. The text of a seed
+            then depends on timing under rules other than "keyed".
         draft_tree: an EAGLE-3 head drafts a tree of this many tokens, 2 to 64, with
             `draft_length` levels; 15 may pay on a large GPU. None: a chain.
-        acceptance: "keyed", the rule under which the draft cannot change the text of
-            a seed; "rejection" and "block" keep only the distribution of the text, and
-            accept more tokens at a temperature above 0.
+        acceptance: under "keyed" the draft cannot change the text of a seed.
+            "rejection" and "block" keep only the distribution of the text, and accept
+            more tokens at a temperature above 0.
         sliding: the type of new caches of sliding windows: "slack", the faster
             `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`. A passed
             `prompt_cache` stays as it is; see `with_slack` and `as_native` of caches.
@@ -45,11 +45,11 @@ class GeneratorOptions:
             `engine.prompt.replayed`. A prompt of token ids stays as it is.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold any other id. None: all ids.
-            "intersection": `draft` is the folder of a model with another tokenizer,
-            and drafts the tokens that both have; `notices` says how many.
-        compile_draft: compile the steps of a draft model; this takes 16 seconds, once
-            per machine; see `models/cpu/compiled_draft.py`.
-        group: the ranks of `mx.distributed` over which the target is sharded; every
+            "intersection": `draft` is the folder of a model with another tokenizer, and
+            drafts the tokens that both have; `notices` says how many.
+        compile_draft: compile the steps of a draft model, once per machine in 16
+            seconds; see `models/cpu/compiled_draft.py`.
+        group: the ranks of `mx.distributed` over which the target is sharded. Every
             rank makes the generator and the streams, with the same options, and gets
             the same chunks. Only rank 0 drafts. None: the target is not sharded.
         exact: pad every forward to this many rows (True: 8), so that no draft changes a
@@ -115,9 +115,7 @@ class GeneratorOptions:
     def check_exact(self, model: nn.Module, *, ranked: bool) -> None:
         """Refuse options and models with which exact mode is not exact.
 
-        Args:
-            model: the target.
-            ranked: whether it is sharded over ranks.
+        `model` is the target, `ranked` whether it is sharded over ranks.
 
         Raises:
             InvalidRequestError: two options do not go together, or a check on this
@@ -144,11 +142,13 @@ class GeneratorOptions:
         check_verdict(model, shape)
 
     def check_draft(self, draft: Draft | None, *, vocabulary: bool) -> None:
-        """Refuse options that the draft cannot follow.
+        """Refuse options that the draft on this rank cannot follow.
 
-        Args:
-            draft: the resolved draft; None: no draft, or not on this rank.
-            vocabulary: whether a reduced vocabulary applies on this rank.
+        `vocabulary` tells whether a reduced vocabulary applies on this rank.
+
+        Raises:
+            InvalidRequestError: an option needs another draft, or two do not go
+                together.
         """
         kind = "None" if draft is None else f"of kind {draft.kind!r}"
         if self.compile_draft and (draft is None or not draft.models):
@@ -185,7 +185,6 @@ class GeneratorKeywords(TypedDict, total=False):
 
 
 def _check_compile(compile_draft: Any) -> None:
-    """Refuse anything but True and False."""
     if not isinstance(compile_draft, bool):
         raise InvalidRequestError(
             f"compile_draft is {compile_draft!r}, and True or False is needed."

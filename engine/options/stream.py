@@ -29,17 +29,17 @@ class StreamOptions:
         cached_tokens: the token ids that `prompt_cache` holds. None: the position is
             the caches' offset, or 0 if no cache has one (models of recurrent layers
             only); penalties and drafters then do not see these tokens.
-        draft_cache: caches of the draft model that hold `cached_tokens`, or the
-            first of these tokens.
+        draft_cache: caches of the draft model that hold all or the first of
+            `cached_tokens`.
         logprobs: report the log-probability of each token and of this many most
             probable tokens; 0: of the token only; None: no report.
         constraint: a constraint on the generated text, like `json_schema(...)`. A text
             that ends with "stop" fits the constraint, unless a stop string has cut it.
-            Stop tokens are allowed where the text may end. If no other token is
-            allowed there, the text ends without a stop token.
-        explain: keep the draft length of each round, the reason for it, and the parts
-            of the round's time in `stream.decisions`. Measuring the parts makes rounds
-            about 1 % slower, see `engine.timing`.
+            Stop tokens are allowed where the text may end. If no other token is allowed
+            there, the text ends without a stop token.
+        explain: keep for each round in `stream.decisions` the draft length, the reason
+            for it, and the parts of the round's time. Rounds become about 1 % slower,
+            see `engine.timing`.
         prefill_step_size: how many tokens of a prompt one forward reads; None: 2048,
             and 256 on a CPU, since Ctrl-C has to wait for the end of a forward.
         prompt_progress: called with the number of tokens of each chunk of the prompt
@@ -48,8 +48,8 @@ class StreamOptions:
             are.
         logprob_rows: add the log-probabilities of all ids to each chunk's `logprob`.
         yielded_only: after `close()`, let the caller's caches hold only the prompt and
-            the yielded tokens, without a round's tokens that were not yielded yet. This
-            may cost further forwards, over at most as many tokens as a draft has.
+            the yielded tokens. This may cost further forwards, over at most as many
+            tokens as a draft has.
         level_draft: at the end, let the draft model's caches hold the same tokens as
             the target's.
         prediction: a text, or its token ids, that the output may repeat in part, such
@@ -161,7 +161,6 @@ def check_own_choice(sampling: Sampling) -> None:
 
 
 def _check_constraint(constraint: Any) -> None:
-    """Refuse a constraint of the wrong type."""
     if not isinstance(constraint, Constraint):
         raise InvalidRequestError(
             f"constraint is a {type(constraint).__name__}, and a Constraint is "
@@ -170,7 +169,6 @@ def _check_constraint(constraint: Any) -> None:
 
 
 def _check_sampling(sampling: Any) -> None:
-    """Refuse sampling options that are no `Sampling`."""
     if sampling is not None and not isinstance(sampling, Sampling):
         raise InvalidRequestError(
             f"sampling is {sampling!r}, and a Sampling is needed, such as "

@@ -11,6 +11,6 @@ Read in this order; the steps 1 to 8 of a round are numbered in comments:
 
 Then, as needed, `prefill` (before the first round), `final_caches` (after the last),
 `sequential` (rows decided one by one), `tree_round` (drafts that are trees) and
-`warmup` (shapes compiled in advance). `engine.batch.planning` plans the drafts of many
-requests. This package knows neither text nor how drafters make their drafts.
+`warmup` (shapes compiled in advance). This package knows neither text nor how drafters
+make their drafts.
 """

@@ -1,7 +1,7 @@
 """Decoders plan rounds, run them, and report to the policies of draft lengths.
 
-`Decoder` controls the round of one request or of many. `StreamDecoder` follows the
-policy of its only request, `engine.batch.planning` one plan for all of a batch.
+`StreamDecoder` follows the policy of its only request. `engine.batch.planning` has the
+decoder that makes one plan for a batch.
 """
 
 import time
@@ -41,7 +41,7 @@ class Decoder(ABC):
         Args:
             budgets: how many tokens each request may still emit, at least 1.
             cuts: one for each request; cuts its outcome before the commit.
-            drain: whether to submit no step of the next round.
+            drain: submit no step of the next round.
 
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
@@ -97,8 +97,6 @@ class StreamDecoder(Decoder):
     """Runs the rounds of one request, whose policy plans the drafts.
 
     Attributes:
-        request: the request, with the target's lane, the drafter and the policy.
-        prefill: lets the target and the drafter read the prompt.
         fits: returns whether the drafter may read n prompt tokens now; None: always.
         decisions: with `explain`, the plan and the feedback of each round.
         followed: the last plan that compared sources of drafts; None: none has yet.
@@ -111,9 +109,9 @@ class StreamDecoder(Decoder):
         self.fits: Callable[[int], bool] | None = None
         self.followed: Plan | None = None
         self._plan: Plan | None = None  # the next round's plan, if already made
-        self._next_plan: Plan | None = None  # the plan of the round after that
-        self._follows: Plan | None = None  # the plan of this round, if it has one
-        self._context = self._length = 0  # this round's context and draft length
+        self._next_plan: Plan | None = None  # of the round after that
+        self._follows: Plan | None = None  # of this round
+        self._context = self._length = 0  # of this round
 
     @property
     def planned(self) -> bool:

@@ -12,7 +12,6 @@ class FinalCaches:
     """Brings the caches of one request to the contents that the caller asked for.
 
     Attributes:
-        rounds: the rounds of the request.
         hold_all: the target's caches finally hold all known tokens, even the last one.
         yielded_only: the target's caches finally hold yielded tokens only.
         level_draft: the draft model's caches finally hold the target's tokens.
@@ -57,8 +56,9 @@ class FinalCaches:
     def take_back(self, count: int) -> None:
         """Remove the last `count` known tokens, and their rows from the caches.
 
-        Legal only right after the last round, which emitted them. The round is rolled
-        back, and its remaining tokens are fed again one by one, as in plain decoding.
+        Legal only right after the last round, which emitted these tokens. The round is
+        rolled back, and its remaining tokens are fed again one by one, as in plain
+        decoding.
         """
         (request,), last = self.rounds.running.requests, self.rounds.last
         target, tokens = request.target, request.sequence.tokens

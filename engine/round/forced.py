@@ -4,8 +4,8 @@
     masks   {" alone, then name alone, then ":" alone, then many ids
     draft   {" name ":"
 
-Under its mask a forced token has probability 1, whatever the target's logits are, so
-every acceptance rule accepts it. The round chooses only the token after the draft.
+Under its mask a forced token has probability 1, so every acceptance rule accepts it.
+The round chooses only the token after the draft.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,8 @@ def forced_drafts(
     A request without a drafter gets no forced draft. On several ranks no request gets
     one: rank 0 sends the other ranks only the proposals of its drafter.
 
-    Args:
-        running: the requests, some of them under constraints.
-        step: the step in flight, if there is one. Each draft then begins with the
-            step's token, for which the function waits; the masks need it anyway.
-        limits: how many tokens each request may draft, not counting the step's.
+    If a step is in flight, each draft begins with the step's token, for which the
+    function waits; the masks need it anyway. `limits` do not count this token.
 
     Raises:
         ConstraintError: the only request's constraint allows no token and no end.
@@ -54,7 +51,7 @@ def forced_drafts(
         except Exception:
             if running.alone:
                 raise
-            continue  # the round's masks fail in the same way, for this request only
+            continue  # later the masks fail in the same way, for this request only
         if forced:
             tokens = mx.array([*before, *forced], mx.uint32)
             result[place] = Proposal(tokens, source="forced")

@@ -1,8 +1,8 @@
 """Outcomes of a round, one for each request.
 
-A round of k = 4 drafted tokens, 2 of which are accepted, emits three tokens: the two
-accepted ones and the correction. If all 4 are accepted, it emits five tokens, the last
-of which is the bonus. A round without a draft emits one token, of origin "step".
+If 2 of 4 drafted tokens are accepted, a round emits three tokens: the two accepted ones
+and the correction. If all 4 are accepted, it emits five tokens, the last of which is
+the bonus. A round without a draft emits one token, of origin "step".
 """
 
 import math
@@ -27,15 +27,14 @@ class RoundOutcome:
     """The tokens that a round emits for one request."""
 
     tokens: list[int]  # the accepted tokens, then the correction or the bonus
-    origins: list[Origin]  # of each token: accepted draft, bonus, correction or step
-    drafted: int = 0  # how many tokens were drafted
-    accepted: int = 0  # how many drafted tokens were accepted; a cut does not change it
+    origins: list[Origin]  # of each token
+    drafted: int = 0
+    accepted: int = 0  # a cut does not change it
     log_probs: Sequence[LogProb] = ()  # of each token; empty if not asked for
     # 1 if `tokens` begins with the token of a plain step that was in flight, else 0
     first: int = 0
     complete: bool = False  # whether a constraint ends the text after the last token
-    # "stop" or "length" if the generation ends with this round, else None
-    reason: str | None = None
+    reason: str | None = None  # "stop" or "length" if the text ends with this round
 
     def until(self, keep: int, reason: str | None = None) -> "RoundOutcome":
         """Return the first `keep` tokens, at least 1, and why the text ends there."""
@@ -75,10 +74,9 @@ class Pending:
     """A submitted forward of the target whose result is not read yet."""
 
     lane_round: RequestRound  # the transaction; a plain step has committed it
-    fed: int  # how many known tokens of each request the forward read before the draft
-    # The logits, if submitted before `decided`; None: submitted together with `decided`
-    logits: mx.array | None
-    decided: Decided  # the decisions on the requests' rows
+    fed: int  # how many known tokens of each request were fed before the draft
+    logits: mx.array | None  # None: submitted together with `decided`
+    decided: Decided
     tokens: mx.array  # uint32 [requests]: tokens that a plain step chose; else unused
     # By place, for requests decided row by row: each `next` decides one more row
     turns: Mapping[int, Iterator[Verified]] = field(default_factory=dict)
@@ -105,8 +103,7 @@ class Pending:
     def read(self, drafts: Sequence[Proposal] = ()) -> list[Read]:
         """Return the outcome of every request; call it after `wait`.
 
-        Args:
-            drafts: one for each request; empty for a plain step.
+        `drafts` holds one for each request, and is empty for a plain step.
         """
         result: dict[int, Read] = dict(self.decided.failed)
         for members, verified in self.decided.groups:
@@ -127,9 +124,8 @@ def outcomes(
 ) -> list[RoundOutcome | NonFiniteLogitsError]:
     """Return the outcomes of requests whose rows were decided together.
 
-    Args:
-        verified: the decided rows of all requests, the same number for each.
-        drafted: how many tokens each request has drafted.
+    Each request has the same number of rows in `verified`. `drafted` holds how many
+    tokens each has drafted.
     """
     tokens: Any = verified.tokens.tolist()  # waits for all arrays of `verified`
     normals: Any = verified.normalizers.tolist()

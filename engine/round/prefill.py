@@ -10,9 +10,6 @@ from mlx_speculation.engine.round.request import Request
 class Prefill:
     """Reads the prompt of a request.
 
-    Args:
-        request: the request.
-
     Attributes:
         drafter_begun: whether the drafter has read the prompt, or there is no drafter.
         drafter_seconds: duration of the drafter's prefill, until a round reports it.
@@ -26,13 +23,10 @@ class Prefill:
             request.warmup.read_prompt = self.drafter
 
     def target(self, fits: Callable[[int], bool] | None = None) -> bool:
-        """Feed all known tokens but the last, which the first round feeds.
+        """Feed all known tokens but the last; return whether all were fed.
 
-        Args:
-            fits: returns whether a chunk of n tokens may be fed now; None: always.
-
-        Returns:
-            Whether all these tokens were fed; if not, call `target` again.
+        The first round feeds the last token. `fits` returns whether a chunk of n tokens
+        may be fed now; None: always.
         """
         started, target = time.perf_counter(), self._request.target
         unseen = self._request.sequence.tokens[target.seen : -1]
@@ -41,13 +35,9 @@ class Prefill:
         return complete
 
     def drafter(self, fits: Callable[[int], bool] | None = None) -> bool:
-        """Let the drafter read the prompt; to be called before its first draft.
+        """Let the drafter read the prompt; return whether all of it was read.
 
-        Args:
-            fits: returns whether the drafter may read n tokens now; None: always.
-
-        Returns:
-            Whether the drafter has read the whole prompt; if not, call `drafter` again.
+        The first draft needs the whole prompt. `fits` is as for `target`.
         """
         drafter, sequence = self._request.drafter, self._request.sequence
         if self.drafter_begun or drafter is None:

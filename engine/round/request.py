@@ -23,25 +23,19 @@ def _clock() -> RoundClock:
 class Request:
     """One request, as a decoder or a batch runs it."""
 
-    target: Lane  # the target's lane; has yet to read `sequence.tokens[target.seen:]`
-    sequence: Sequence  # the known tokens; grows with every round
-    verifier: Verifier  # chooses tokens and decides which drafted tokens are accepted
-    # Makes proposals that `engine.drafters.fault_guard` has checked; None: plain
-    # decoding
-    drafter: OpenDrafter | None
-    policy: DraftLengthPolicy  # decides how many tokens to propose in a round
+    target: Lane  # has yet to read `sequence.tokens[target.seen:]`
+    sequence: Sequence  # grows with every round
+    verifier: Verifier
+    drafter: OpenDrafter | None  # `fault_guard` checks its proposals; None: plain steps
+    policy: DraftLengthPolicy
     tree: int = 0  # the largest number of nodes of a tree; 0: drafts are chains
-    # With a target on several ranks, decides on its rows in place of `verifier`, see
-    # `engine.distributed`; None: `verifier` decides
+    # Decides in place of `verifier` if the target is on several ranks
     decisions: Verifier | None = None
-    # Rehearses shapes of rounds; None: they need no rehearsal
-    warmup: Warmup | None = None
-    masks: Masks | None = None  # of the constraint; None: there is no constraint
+    warmup: Warmup | None = None  # None: shapes of rounds need no rehearsal
+    masks: Masks | None = None  # None: there is no constraint
     # Report log-probabilities, and this many of the most probable ids; None: neither
     top: int | None = None
-    # Keep each round's plan and feedback, and measure the parts of its time, see
-    # `engine.timing`
-    explain: bool = False
+    explain: bool = False  # keep plans and feedback; measure the parts of the time
     statistics: Statistics = field(default_factory=Statistics)
     clock: RoundClock = field(default_factory=_clock)  # of the round that is running
 
@@ -76,10 +70,8 @@ class Running:
 
     Attributes:
         lane: the lane, whose rows are in the order of `requests`.
-        clock: of the round that is running.
         alone: whether this is the only request of a stream; its errors are raised. In a
             batch, a request that fails keeps nothing of the round; the others go on.
-        requests: the requests.
         masked: whether any request has a constraint.
         sequential: the places of requests whose rows are decided one by one, see
             `engine.round.sequential`.
@@ -105,7 +97,7 @@ class Running:
             raise error
         if isinstance(error, Exception):
             return error
-        self.interrupt = error  # not from a signal: signals wait for the round's end
+        self.interrupt = error  # not of a signal: signals wait for the round's end
         return SpeculationError(
             f"{type(error).__name__} was raised while this row took the tokens of a "
             "round, by other code than a signal's handler. The row ends with what it "
@@ -121,7 +113,7 @@ class Running:
             place for place, processors in enumerate(each) if not processors.parallel
         }
         self.explain = any(one.explain for one in requests)
-        # By place, the processors that have a state; found once, as most have none.
+        # By place, the processors that have a state. Most have none.
         self.stateful = {
             i: processors for i, processors in enumerate(each) if processors.has_state
         }

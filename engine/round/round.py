@@ -15,9 +15,8 @@ that step:
     choices   c_2  c_3  c_4             accepted = 1: c_2 = d_2, c_3 != d_3
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
 
-Each outcome is cut at stop tokens and at the budget before the commit. A request that
-fails keeps no token of the round. An error that concerns all requests undoes the round,
-which can then run again.
+A request that fails keeps no token of the round. An error that concerns all requests
+undoes the round, which can then run again.
 """
 
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ class Proposals:
             shared: likewise, how many the shared drafter may propose; empty: none.
         """
         # 2. The drafter proposes up to k tokens; its guard checks and submits them,
-        #    without a read. Requests share one drafter, or each has its own.
+        #    without a read.
         running, requests = self._running, self._running.requests
         running.clock.note("host")
         result = [NOTHING] * len(requests)
@@ -125,7 +124,7 @@ class Proposals:
             self.shared.settle(settled)
 
     def done(self) -> None:
-        """Forget how to undo the proposals; the target has committed the round."""
+        """Forget how to undo the proposals."""
         self._pending, self._together = {}, []
         if self.shared is not None:
             self.shared.done()
@@ -143,8 +142,6 @@ class Rounds:
     """Runs rounds, and keeps the state between them.
 
     Attributes:
-        running: the requests.
-        proposals: the drafts of these requests.
         in_flight: a plain step that was submitted and is not read yet; or None.
         last: if a single request's last round called `verify`: the transaction, the
             outcome before and after the cut, and how many accepted tokens were kept.
@@ -215,12 +212,8 @@ class Rounds:
     def verify(self, drafts: Sequence[Proposal], cuts: Sequence[Cut]) -> list[Read]:
         """Let the target verify drafts, and commit the accepted tokens.
 
-        Args:
-            drafts: one for each request; see `propose`.
-            cuts: one for each request; applied to its outcome before the commit.
-
-        Returns:
-            The outcome of each request, or its error.
+        Each of `cuts` is applied to a request's outcome before the commit. Return the
+        outcome of each request, or its error.
         """
         running, step = self.running, self.in_flight
         ours, width = drafts, 0

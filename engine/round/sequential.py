@@ -29,8 +29,8 @@ Turn = Generator[list[mx.array], None, RoundOutcome]
 def turn_of(
     rows: Iterator[Verified],  # each `next` decides one more row
     cut: Cut,  # gets each token once it is known
-    text: Constrained | None,  # the text under its constraint, if there is one
-    drafted: int,  # how many tokens were drafted
+    text: Constrained | None,
+    drafted: int,
 ) -> Turn:
     """Decide one request's rows up to a rejection, the text's end or the last row."""
     whole = RoundOutcome([], [])
@@ -61,12 +61,7 @@ def turn_of(
 def decide_sequentially(turns: dict[int, Turn], running: Running) -> dict[int, Read]:
     """Decide all rows; evaluate those of one position together, and count the reads.
 
-    Args:
-        turns: one for each sequential request, by its place.
-        running: the requests.
-
-    Returns:
-        The outcome of each request over all its rows, or its error, by place.
+    Return the outcome of each request over all its rows, or its error, by place.
     """
     result: dict[int, Read] = {}
     while len(result) < len(turns):

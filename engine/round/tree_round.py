@@ -5,7 +5,7 @@
     path      0   3  4                  these rows become the first three
     emitted   b  e  x                   the lane keeps t b e, as after a chain
 
-The path is read together with the tokens; the rest is as in `verify`.
+The path is read together with the tokens.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,7 @@ from mlx_speculation.samplers import Decided, Group, Rows, serves_trees, verify_
 class PendingTree(Pending):
     """A submitted forward over a tree; the result is not read yet."""
 
-    # int32 [levels]: the accepted nodes, then arbitrary values
-    path: mx.array = field(kw_only=True)
+    path: mx.array = field(kw_only=True)  # int32 [levels]: accepted, then any nodes
     shown: bool = field(kw_only=True)  # whether the round has hidden states
 
     def wait(self, clock: RoundClock) -> None:
@@ -48,8 +47,7 @@ def nodes_for(request: Request, nodes: int) -> int:
 
     Drafts are chains in each of these cases: a constraint; logits processors or a
     sampler function of the user; XTC; the acceptance rules "rejection" and "block";
-    caches that will be quantized or cannot hold trees. A generator with trees has
-    neither several ranks nor an exact mode.
+    caches that will be quantized or cannot hold trees.
     """
     target = request.target
     keeps = target.quantization is None and holds_trees(target.caches)
@@ -65,11 +63,7 @@ def submit_tree(
 ) -> Pending:
     """Submit a forward over the known tokens unseen by the target, and over a tree.
 
-    Args:
-        running: the single request.
-        lane_round: the transaction.
-        drafts: the tree.
-        step: always None: with a step in flight, drafts are chains.
+    `step` is always None: with a step in flight, drafts are chains.
     """
     assert step is None
     (request,), (draft,) = running.requests, drafts
@@ -87,7 +81,7 @@ def submit_tree(
     if exact:
         clock.submit("verify", logits)
     known = request.sequence
-    chain = mx.zeros(levels, mx.uint32)  # only the number of these tokens matters
+    chain = mx.zeros(levels, mx.uint32)  # only their number matters
     result = verify_tree(
         request.verifier,
         logits,

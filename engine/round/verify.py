@@ -1,7 +1,7 @@
 """The target's forwards of a round, and the choices from their rows.
 
-step       known tokens only: committed when submitted; the last row chooses a token
-verify     drafts too: k + 1 rows of each request are decided on the device
+    step       known tokens only: committed when submitted; the last row chooses a token
+    verify     drafts too: k + 1 rows of each request are decided on the device
 
 Requests are padded on the right to the longest draft. Each keeps a prefix of its rows:
 
@@ -57,11 +57,7 @@ def submit_verify(
 ) -> Pending:
     """Submit a forward over the known tokens unseen by the target, and over drafts.
 
-    Args:
-        running: the requests.
-        lane_round: the transaction.
-        drafts: one for each request, without the guess of the step's token.
-        step: the step in flight, if there is one.
+    `drafts` do not contain the guess of the token of a step in flight.
     """
     # 4. One forward of the target over the unseen known tokens and the drafts.
     clock, exact = running.clock, running.explain
@@ -105,17 +101,11 @@ def _decided(
     before: mx.array | None,
     matrix: mx.array | None = None,
 ) -> tuple[Decided, dict[int, Iterator[Verified]]]:
-    """Decide on the rows of every request, except sequential ones.
+    """Decide on the rows [requests, n, vocab] of every request, except sequential ones.
 
-    Args:
-        running: the requests.
-        logits: [requests, n, vocab].
-        drafts: one for each request.
-        before: tokens of a step that come before the drafts, uint32 [requests, 1].
-        matrix: the tokens of the drafts, [requests, n - 1].
-
-    Returns:
-        The decisions; for sequential requests, by place, iterators over decisions.
+    `before` are tokens of a step that come before the drafts, uint32 [requests, 1];
+    `matrix` the tokens of the drafts, [requests, n - 1]. For sequential requests, by
+    place, return iterators over decisions.
     """
     requests: dict[int, Ask] = {}
     turns: dict[int, Iterator[Verified]] = {}

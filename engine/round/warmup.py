@@ -43,7 +43,7 @@ class Warmup:
     Args:
         target: the target's lane.
         longest: the longest draft, in tokens.
-        statistics: the stream's counts, to which the time of rehearsals is added.
+        statistics: counts the time of rehearsals.
         met: the rehearsed shapes; all streams of a generator share the set.
 
     Attributes:
@@ -60,11 +60,10 @@ class Warmup:
         self.read_prompt: Callable[[], bool] | None = None
 
     def limit(self, context: int, limit: int) -> int:
-        """Rehearse what is due, and return the longest rehearsed draft length.
+        """Rehearse what is due; return the longest rehearsed draft length.
 
-        Args:
-            context: how many tokens the target holds.
-            limit: the largest draft length to return.
+        `context` is the number of tokens that the target holds. The result is at most
+        `limit`.
         """
         if self._by_keys is None:
             self._by_keys = plans_by_keys(self._target.caches)
@@ -124,7 +123,7 @@ class Warmup:
 
 
 def _drafted() -> Shape:
-    """Return the key that marks, in `met`, a rehearsed draft of this thread."""
+    """Return the key in `met` of a rehearsed draft of this thread."""
     return threading.get_ident(), 0, 0
 
 

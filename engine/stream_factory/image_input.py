@@ -20,14 +20,10 @@ class ImageInput:
     """A checked prompt with images."""
 
     prompt: ImagePrompt
-    forward: ImageForward  # calls the target with the images
+    forward: ImageForward
 
     def ids(self, highest: int) -> list[int]:
-        """Return the prompt's ids, placeholders included.
-
-        Args:
-            highest: the id to use for image positions that have no id.
-        """
+        """Return the prompt's ids, with `highest` where an image position has no id."""
         return [token if token >= 0 else highest for token in self.prompt.tokens]
 
     def prefix_keys(self, model: VisionTarget) -> list[int]:

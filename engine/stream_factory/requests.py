@@ -37,13 +37,7 @@ class RequestFactory:
         self._rehearsed: set[Shape] = set()
 
     def lane(self, options: StreamOptions, sequence: Sequence, seen: int) -> Lane:
-        """Return the target's lane for a stream.
-
-        Args:
-            options: the options of the stream.
-            sequence: the known tokens.
-            seen: how many of them the passed caches hold.
-        """
+        """Return the target's lane; its caches hold the first `seen` known tokens."""
         setup = self._setup
         target = Lane(
             setup.model,
@@ -129,7 +123,7 @@ class RequestFactory:
         )
 
     def _masks(self, options: StreamOptions) -> Masks | None:
-        """Return the masks of the constraint; None: there is no constraint."""
+        """Return the masks of the constraint."""
         if options.constraint is None:
             return None
         usable = self._setup.ids.usable(self._setup.target_width)

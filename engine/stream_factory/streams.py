@@ -41,7 +41,7 @@ from mlx_speculation.models import (
 )
 from mlx_speculation.samplers import Sampling
 
-# Options of a stream that all ranks compare unchanged; `_fields` adds further ones.
+# Options that all ranks compare unchanged; `_fields` adds further ones.
 _ON_ALL_RANKS = (
     "max_tokens",
     "max_draft",
@@ -203,7 +203,7 @@ class StreamFactory:
         """Return the values that have to agree on all ranks, by the name of the option.
 
         If these differed, ranks would run different rounds and wait for each other for
-        ever. Values that only rank 0 uses, such as its draft, are left out.
+        ever.
         """
         setup, length = self._setup, options.draft_length
         digest = sha256(",".join(map(str, sequence.tokens)).encode())
