@@ -6,11 +6,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def checked_count(name: str, value: Any, least: int, hint: str = "") -> int:
-    """Return a whole number of at least `least`.
-
-    Raises:
-        InvalidRequestError: the value is no such number; the message ends with `hint`.
-    """
+    """Return `value`; refuse anything but a whole number of at least `least`."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     raise InvalidRequestError(

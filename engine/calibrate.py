@@ -87,7 +87,6 @@ def calibrate_batches(
 
 
 def _check(generator: StreamSource, contexts: Sequence[int]) -> None:
-    """Refuse a calibration without a draft, or at impossible context lengths."""
     if generator.draft is None:
         raise InvalidRequestError(
             "The generator has no draft, so there is nothing to calibrate. Pass "
@@ -174,10 +173,7 @@ def _run_batch(
 
 
 def measure_part(start: StartStream, context: int) -> int:
-    """Return the fastest part size: how many layers a forward submits at once; 0: all.
-
-    Rounds of all sizes alternate.
-    """
+    """Return how many layers a forward submits at once when it is fastest; 0: all."""
     seconds: dict[int, list[float]] = {size: [] for size in PART_SIZES}
     with start(calibration_prompt(context), FixedDraftLength(PART_DRAFT)) as stream:
         stream.next_round()  # reads the prompt

@@ -24,10 +24,7 @@ _CLEANED = re.compile(r".*[^\s']{2}", re.DOTALL)
 
 
 class StopStrings:
-    """Holds text back until it is certain that no stop string begins in it.
-
-    `unsaid` is the held-back text.
-    """
+    """Holds text back in `unsaid` until no stop string can begin in it."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
@@ -141,10 +138,8 @@ class TextDetokenizer:
         return max(0, start - len(self._shown)), text or self._decode([token])
 
     def _restart(self, whole: bool) -> str:
-        """Decode the tokens after the last complete character by themselves.
-
-        These tokens have changed the text of earlier tokens, which is already emitted.
-        """
+        """Decode the tokens after the last complete character by themselves."""
+        # The tokens have changed the text of earlier tokens, which is already emitted.
         passed, self._window = self._whole, self._window[self._whole :]
         text = self._decode(self._window)
         self._shown = text[: max(len(text.rstrip(INCOMPLETE)), len(text) - HALF)]
@@ -222,11 +217,7 @@ class ChunkQueue:
 
 
 def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:
-    """Return the decode function of a tokenizer, and whether it cleans up spaces.
-
-    transformers does not clean up for BPE even if it is configured to. The partial call
-    switches clean-up off there, since transformers would else log a warning.
-    """
+    """Return the decode function of a tokenizer, and whether it cleans up spaces."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return tokenizer.decode, False
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -235,4 +226,5 @@ def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:
         tokenizer, forced, False
     ):
         return tokenizer.decode, True
+    # transformers does not clean up for BPE, but would log a warning.
     return partial(tokenizer.decode, clean_up_tokenization_spaces=False), False

@@ -52,11 +52,7 @@ def read_verdict(model: nn.Module, shape: FixedShape) -> ExactVerdict | None:
 
 
 def check_verdict(model: nn.Module, shape: FixedShape) -> None:
-    """Refuse a model whose rows have differed on this machine.
-
-    Raises:
-        InvalidRequestError: the stored verdict lists differing rows.
-    """
+    """Raise InvalidRequestError if rows of a model have differed on this machine."""
     result = read_verdict(model, shape)
     if result is not None and not result.same:
         raise InvalidRequestError(

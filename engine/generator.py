@@ -209,11 +209,11 @@ class SpeculativeGenerator:
 
         Returns:
             Seconds of a round by context bucket (0: up to 512 tokens, 1: up to 1,024)
-            and draft
-            length; empty on ranks other than 0.
+            and draft length; empty on ranks other than 0.
 
         Raises:
-            InvalidRequestError: there is no draft, or a context is below 1.
+            InvalidRequestError: there is no draft, or a context is below 1 or needs
+                more positions than the target has.
         """
         start = self._streams.start_calibration()
         if not self._setup.decides:
@@ -257,12 +257,8 @@ class SpeculativeGenerator:
     ) -> list[Result]:
         """Return the results of prompts, in their order; see `BatchGenerator`.
 
-        Args:
-            prompts: one prompt for each text, as for `stream`.
-            max_rows: how many rows run at once.
-            each: for each prompt, options that replace those in `options`; (): none.
-            options: the fields of `StreamOptions` for all prompts. If their `sampling`
-                has a seed, prompt i gets `derived_seed(seed, i)`.
+        Entry i of `each` replaces options of prompt i; (): none. If the `sampling` of
+        all prompts has a seed, prompt i gets `derived_seed(seed, i)`.
 
         Raises:
             InvalidRequestError: two values do not fit together; nothing has run.

@@ -24,19 +24,16 @@ class Memory:
     """Allocated bytes of the arrays that are held when a generation ends.
 
     Attributes:
-        target_weights: weights of the target.
         draft_weights: weights that only the draft has, and rows of a reduced
             vocabulary.
         target_caches: caches of the target. Allocated rows that are still empty count.
         draft_caches: caches of the draft, and hidden states of the target that the
             draft has not read yet. A custom drafter lists its arrays and caches in an
             attribute `held`.
-        rounds: the peak bytes that open rounds of target and draft model needed beside
-            the caches, for a rollback or a partial commit: old buffers, recurrent
-            states, recorded inputs. Measured in the first round of the largest width
-            and in every 64th round.
-        prefix_cache: the generator's prefix cache: rows of earlier requests, and
-            restore points of running ones.
+        rounds: the peak bytes that open rounds needed beside the caches, for a rollback
+            or a partial commit: old buffers, recurrent states, recorded inputs.
+            Measured in the first round of the largest width and in every 64th round.
+        prefix_cache: rows of earlier requests, and restore points of running ones.
     """
 
     target_weights: int
@@ -59,10 +56,7 @@ WeightBytes = tuple[int, int, frozenset[int]]
 
 
 def weight_bytes(model: nn.Module, modules: Sequence[nn.Module]) -> WeightBytes:
-    """Count the weights of a target and of the modules of its draft.
-
-    This takes milliseconds for a large model, too long to repeat for every result.
-    """
+    """Count the weights of a target and of the modules of its draft."""
     target = model.parameters()
     draft = [module.parameters() for module in modules]
     names = frozenset(arrays_in(target, *draft))
@@ -76,11 +70,7 @@ def held_memory(
     arrays: Sequence[Any],
     prefix_cache: PrefixCache | None,
 ) -> Memory:
-    """Return the memory of a stream.
-
-    `draft_lanes` holds None for a dropped lane. `arrays` are the drafter's other arrays
-    and caches.
-    """
+    """Return the memory of a stream; `arrays` are the drafter's, besides its lanes."""
     target_weights, draft_weights, names = weights
     lanes = [target, *draft_lanes]
     known = names | arrays_in(target.caches).keys()
@@ -138,9 +128,6 @@ def check_prompt(
 
     `sizes` are those of the target, draft models and heads. The prefix cache copies the
     rows, and at its restore points the states.
-
-    Raises:
-        InvalidRequestError: the prompt needs more bytes than are free.
     """
     rows = sum(size.row for size in sizes) * tokens
     states = sum(size.states for size in sizes)

@@ -41,10 +41,7 @@ class PrefixReuse:
     ends: Collection[int]  # the ids of tokens that end a turn
 
     def begin(self, tokens: Sequence[int], statistics: Statistics) -> None:
-        """Resume the lanes from the cached prefix of a prompt, without its last token.
-
-        `statistics` counts the reused tokens and the time.
-        """
+        """Resume the lanes from the cached prefix of `tokens[:-1]`."""
         started = time.perf_counter()
         self._thread, self._prompt = threading.get_ident(), len(tokens)
         cache, named, head = self.cache, self._named(tokens)[:-1], self.head()
@@ -75,10 +72,9 @@ class PrefixReuse:
     def between_rounds(
         self, caches: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Take the restore points that are due.
+        """Take the restore points that are due, inside of the context `caches()`.
 
-        `caches` returns a context in which the lanes hold their caches. Rows of a batch
-        need it: their caches are in a shared lane.
+        Rows of a batch need the context: their caches are in a shared lane.
         """
         due = [
             (lane.points, lane)
@@ -92,10 +88,7 @@ class PrefixReuse:
                     points.take(lane.caches, lane.seen)
 
     def store(self, tokens: Sequence[int], *, ended: bool = True) -> None:
-        """Store in the prefix cache the rows of `tokens` that the lanes hold.
-
-        `ended` tells that no round follows.
-        """
+        """Store the rows of `tokens` that the lanes hold; `ended`: no round follows."""
         head, left = self.head(), []
         for which, lane in self._each():
             points = lane.points
@@ -113,10 +106,8 @@ class PrefixReuse:
         self.cache.store(named, left, self._prompt)
 
     def _places(self, tokens: Sequence[int], known: Sequence[int]) -> set[int]:
-        """Return the positions at which later prompts are likely to diverge.
-
-        Templates change how a turn after the last complete one begins.
-        """
+        """Return the positions at which later prompts are likely to diverge."""
+        # After the last complete turn, templates may change how the next turn begins.
         places = range(len(known), 0, -1)
         end = next((at for at in places if tokens[at - 1] in self.ends), 0)
         return {self.cache.border(known), end}
@@ -128,11 +119,9 @@ class PrefixReuse:
         return target
 
     def store_dropped(self, tokens: Sequence[int]) -> None:
-        """Store `tokens` of a stream that is dropped before its end, if that is safe.
-
-        The garbage collector may run in another thread, which cannot evaluate arrays of
-        this thread, or while the interpreter shuts down.
-        """
+        """Store `tokens` of a stream that is dropped too early, if that is safe."""
+        # The garbage collector may run while the interpreter shuts down, or in another
+        # thread, which cannot evaluate arrays of this thread.
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             self.store(tokens, ended=False)
 
@@ -147,12 +136,10 @@ class PrefixReuse:
         return [*keys, *tokens[len(keys) :]] if keys else tokens
 
     def _each(self) -> list[tuple[int, Lane]]:
-        """Return the lanes to use, each with its index.
-
-        A draft model's lane without caches is left out: a batch shares the model.
-        """
+        """Return the lanes to use, each with its index."""
         return [
             (which, lane)
             for which, lane in enumerate(self.lanes())
+            # A batch shares draft models; their own lanes then have no caches.
             if lane is not None and (lane.caches or not which)
         ]

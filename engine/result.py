@@ -67,7 +67,6 @@ class Chunk:
         token: the token id; the last chunk's may be a stop token.
         finish_reason: "stop" or "length" in the last chunk, else None.
         logprob: log-probability of the token; None: not requested.
-        origin: origin of the token.
     """
 
     text: str
@@ -93,15 +92,13 @@ class Result:
             a stop token, a stop string or an incomplete character at the end.
         tokens: the generated token ids, a stop token included.
         finish_reason: "stop", "length", "closed" when the caller ended it, or "error".
-        stats: counts and times.
         seed: the seed, which decides the text at a temperature above 0.
         cached_tokens: the known tokens that the target's caches hold, in order.
-        next_token: the token that would have come next. With it as the prompt and the
-            same caches, seed and `cached_tokens`, the text goes on without a
-            difference. None: not known.
+        next_token: the token that would have come next; None: not known. With it as the
+            prompt and the same caches, seed and `cached_tokens`, the text goes on
+            without a difference.
         memory: bytes that were held at the end.
         logprobs: log-probability of each token; None: not requested.
-        origins: origin of each token.
     """
 
     text: str

@@ -38,7 +38,6 @@ class Statistics:
     Attributes:
         rounds: forwards of the target after prefill that emitted tokens.
         drafts: rounds with at least one drafted token.
-        drafted: drafted tokens.
         accepted: accepted tokens, before a cut at a stop or the budget.
         emitted: generated tokens, after that cut.
         reached: at index i, how often at least i + 1 drafted tokens were accepted.
@@ -55,8 +54,7 @@ class Statistics:
         mixer_reruns: partial acceptances in which a recurrent mixer of the target ran
             again over its inputs. It has no replay (mamba, jamba, rwkv7), or the record
             of its call is incomplete.
-        reused: prompt tokens that the prefix cache held, so the target did not read
-            them.
+        reused: prompt tokens that the target did not read: the prefix cache held them.
         reused_from_disk: reused tokens that were only in files.
         prefill_seconds: time from the start to the first round.
         draft_seconds: time of the rounds until the drafted tokens are computed.
@@ -64,8 +62,8 @@ class Statistics:
             steps, all time until then. Includes the replay of recurrent layers, which
             is computed with the next forward.
         sampler_seconds: time after that until the tokens are chosen and counted.
-        host_seconds: time in which the host works and does not wait; see
-            `engine.timing` for all four.
+        host_seconds: time in which the host works and does not wait, see
+            `engine.timing`.
     """
 
     rounds: int = 0

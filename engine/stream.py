@@ -303,10 +303,9 @@ class Stream:
 
         If `next` has yielded only a part of a round, the rest is returned and no round
         is run. An exception of a signal handler leaves the stream open, in its state
-        before the round.
-
-        `fits` returns whether the drafter may read a chunk of n prompt tokens now;
-        None: the drafter reads the whole prompt before its first draft.
+        before the round. `fits` returns whether the drafter may read a chunk of n
+        prompt tokens now; None: the drafter reads the whole prompt before its first
+        draft.
         """
         self.generation.decoder.fits = fits
         with DeferredSignals(checkpoints=True):

@@ -7,22 +7,18 @@
                 text, commits. The device may compute meanwhile, so a faster host saves
                 this much time at most.
 
-The thread waits for results in the order in which the device computes them, and a part
-ends when the thread wakes up.
-
 On a CPU the thread also waits while it submits a graph, since mlx takes more operations
 only when it has done earlier ones. The thread's processor time of submitting counts as
 host, and the rest as waiting for the logits, though part of the wait may be for the
-last drafted tokens. With CUDA the thread does not wait there (docs/log/rounds.md), so
-its processor time is not read, which makes a plain step of 3 ms 1 % shorter.
+last drafted tokens. With CUDA the thread does not wait there (docs/log/rounds.md). Its
+processor time is then not read, which makes a plain step of 3 ms 1 % shorter.
 
 A plain step submits the choice of its token together with the logits. Nearly all time
 of the choice is then in `verify`, unless a constraint makes masks in between.
 
-In a stream with `explain=True` the parts are exact: each graph is submitted when the
-one before it is computed. On 2 cores, this makes rounds of the dense demo model slower
-by 0.8 % (4 drafted tokens) and 1.1 % (plain steps). The timing of other streams costs
-0.2 %.
+With `explain=True` the parts are exact: each graph is submitted when the one before it
+is computed. Rounds then take about 1 % longer (2 cores, dense demo model). Without it,
+the timing costs 0.2 %.
 """
 
 import time

@@ -44,8 +44,7 @@ class BatchGenerator:
     handler, is raised at the end of a round or of a chunk of a prompt. The next call of
     `next` then returns the responses that the interrupted call did not return.
 
-    All methods that take a `uid` raise InvalidRequestError if the batch has no such
-    row.
+    Methods that take a `uid` raise InvalidRequestError if the batch has no such row.
 
     Args:
         generator: a `SpeculativeGenerator`; the rows have its options.
@@ -97,7 +96,7 @@ class BatchGenerator:
         return tuple(row.uid for row in self._queue.running)
 
     def insert(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> int:
-        """Add a row and return its id. The row does not run before `next` is called.
+        """Add a row, which `next` will run, and return its id.
 
         The arguments are those of `SpeculativeGenerator.stream`.
 
@@ -124,10 +123,8 @@ class BatchGenerator:
         reads at most one chunk (`prefill_step_size` tokens), which may hold several
         short prompts.
 
-        Returns:
-            The responses in the order of insertion, those of a row in the order of its
-            text.
-            Empty if no row has read its prompt to the end.
+        Responses are in the order of insertion, those of a row in the order of its
+        text. There are none until a row has read its prompt.
         """
         with DeferredSignals(checkpoints=True):
             if self._queue.waiting and not self._wired:

@@ -50,11 +50,7 @@ def generate_batch(
 def options_of_rows(
     count: int, options: StreamKeywords, each: Sequence[StreamKeywords]
 ) -> list[StreamKeywords]:
-    """Return the options of each row.
-
-    Raises:
-        InvalidRequestError: `each` is not empty, and does not have `count` entries.
-    """
+    """Return the options of each row; refuse a wrong number of entries in `each`."""
     if each and len(each) != count:
         raise InvalidRequestError(
             f"each has options for {len(each)} prompts, but prompts has {count}. Pass "

@@ -16,7 +16,7 @@ class BatchQueue:
 
     Attributes:
         rows: all requests that were not removed, by uid.
-        waiting: requests with unread parts of prompts, in order of insertion.
+        waiting: requests whose prompts are not completely read, in order of insertion.
         running: requests that are generating, in the order of their responses.
         groups: the requests that share forwards, by the quantization of their caches.
         ready: responses for the next call of `BatchGenerator.next`.
@@ -92,7 +92,6 @@ class BatchQueue:
             row.let_go()
 
     def _join(self) -> None:
-        """Read prompts while there is room, and let their rows join."""
         if any(group.in_flight for group in self.groups.values()):
             return
         room: PrefillBudget | None = None

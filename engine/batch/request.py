@@ -85,7 +85,7 @@ class BatchRequest:
 
     @property
     def quantization(self) -> KVQuantization | None:
-        """Quantization of its caches, the same for all rows of a group."""
+        """Quantization of the caches, the same for all rows of a group."""
         target = self.request.target
         return target.quantization and replace(target.quantization, start=0)
 
@@ -96,18 +96,18 @@ class BatchRequest:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Its own lanes of target and draft; a shared lane takes their caches."""
+        """The request's own lanes; lanes that a batch shares take their caches."""
         result = [self.request.target, *self.request.open_drafter.lanes]
         return [lane for lane in result if lane is not None]
 
     def let_go(self) -> None:
-        """Drop the caches of its lanes and the state of its drafter."""
+        """Drop the caches of the lanes and the state of the drafter."""
         for lane in self.lanes:
             lane.caches = []
         self.drafter.let_go()
 
     def begin(self, fits: Callable[[int], bool]) -> bool:
-        """Read the part of its prompt that fits, see `Generation.begin`.
+        """Read the part of the prompt that fits, see `Generation.begin`.
 
         An error of the model ends the stream; an error of a signal handler does not.
         """

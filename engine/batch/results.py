@@ -32,9 +32,6 @@ class BatchStatistics:
         rounds: calls of `next` in which rows ran.
         forwards: forwards of the target over rows that run together, without prefill.
         row_rounds: the sum of the numbers of rows of these forwards.
-        drafted: drafted tokens.
-        accepted: accepted tokens.
-        emitted: generated tokens.
         finished: rows that have ended, with an error or without, or were removed.
         failed: rows that ended with an error.
         alone: for each reason, how many rows share no forwards because of it.

@@ -25,7 +25,7 @@ from mlx_speculation.models import BatchLane, RowSizes
 
 
 class RunningTogether:
-    """Runs the rounds of requests that share forwards: `rows`, as they joined."""
+    """Runs the rounds of requests that share forwards."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class RunningTogether:
         statistics: BatchStatistics,
         sizes: RowSizes,
     ) -> None:
-        self.rows: list[BatchRequest] = []
+        self.rows: list[BatchRequest] = []  # in the order in which they joined
         self._lane = BatchLane(model, sizes)
         self._statistics = statistics
         self._running = Running(self._lane, [], RoundClock(), alone=False)
@@ -97,8 +97,7 @@ class RunningTogether:
     def next_round(self, *, drain: bool = False) -> None:
         """Run a round of all requests; set the `chunks` or the `error` of each.
 
-        With `drain`, no further step is submitted, so that requests can join
-        afterwards.
+        With `drain`, no further step is submitted, so that requests can join.
         """
         self._begin()
         rows, budgets, cuts, known = self.rows, [], [], []

@@ -32,7 +32,7 @@ from mlx_speculation.errors import (
 from mlx_speculation.models import Group, gathered
 
 LINE_BYTES = 256
-LOST_SECONDS = 2.0  # after an error of mlx, the system may close a connection so late
+LOST_SECONDS = 2.0  # how long a closed connection may show after an error of mlx
 _PACKAGES = ("mlx", "mlx-lm", "mlx-speculation")
 _BACKEND = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")
 
@@ -56,10 +56,8 @@ class Place(NamedTuple):
 class RankGroup:
     """The ranks of one group, seen from this rank; `leads` is true on rank 0.
 
-    Args:
-        group: a group of two or more ranks.
-        names: the name of each rank in messages.
-        word: a random text, equal on all ranks and new at each start of the program.
+    `word` is a random text, equal on all ranks and new at each start of the program.
+    Methods that wait for other ranks raise RankLostError if a rank is gone.
     """
 
     def __init__(self, group: Group, names: Sequence[str], word: str) -> None:
@@ -112,7 +110,6 @@ class RankGroup:
 
         Raises:
             RankMismatchError: the ranks are at different places; all of them raise it.
-            RankLostError: a rank is gone.
         """
         lines = [_parsed(line) for line in self._gather([*place, *said], LINE_BYTES)]
         for rank, line in enumerate(lines):
@@ -139,11 +136,7 @@ class RankGroup:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Run a block that may wait for other ranks inside of mlx.
-
-        Raises:
-            RankLostError: a rank was lost; this error replaces mlx's own.
-        """
+        """Run a block that may wait in mlx; if a rank is lost, raise RankLostError."""
         try:
             with self._watch.inside():
                 yield
@@ -160,8 +153,7 @@ class RankGroup:
         """Let the block fail on all ranks if it fails on one.
 
         Raises:
-            RankMismatchError: the block has failed on another rank.
-            RankLostError: a rank is gone.
+            RankMismatchError: the block has failed on another rank only.
         """
         place = Place("make", self.next_number(), 0)
         try:

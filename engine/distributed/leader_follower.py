@@ -52,13 +52,10 @@ class RankedPolicy:
 
 
 class RankedDrafter(WrappedDrafter):
-    """The leader's drafter, on every rank.
-
-    `inner` handles its own faults. A follower passes None for `inner`.
-    """
+    """The leader's drafter, on every rank; a follower passes None for `inner`."""
 
     def __init__(self, session: RankSession, inner: OpenDrafter | None) -> None:
-        super().__init__(inner or OpenDrafter())
+        super().__init__(inner or OpenDrafter())  # `inner` handles its own faults
         self._session = session
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
@@ -161,7 +158,7 @@ def on_ranks(request: Request, session: RankSession) -> Request:
 
 
 def never_called(chooser: Chooser) -> Sampling:
-    """Return a follower's sampling options, with no processor of the user's.
+    """Return a follower's sampling options, without the user's logits processors.
 
     If the leader verifies row by row, so does the follower.
     """

@@ -81,10 +81,7 @@ class RingWatch:
         return []
 
     def sever(self) -> None:
-        """Close the connections, so that no neighbour waits for this rank any longer.
-
-        Each neighbour then closes its own connections, and so on around the ring.
-        """
+        """Close the connections; each neighbour then closes its own, and so on."""
         for each in self._connections.values():
             for connection in each:
                 with suppress(OSError):
@@ -134,8 +131,7 @@ def ring_connections(
     """Return this process's connections of mlx's ring, by the rank at the other end.
 
     A rank listens at its ports in the hostfile, accepts the connection of the rank
-    before it, and connects to the rank after it. Other backends have no such
-    connections.
+    before it, and connects to the rank after it.
     """
     path = os.environ.get("MLX_HOSTFILE", "") if hosts is None else hosts
     if not path or not Path(path).is_file():

@@ -51,9 +51,9 @@ class ClosedByLeaderError(Exception):
 
 
 class RankSession:
-    """This rank's side of one stream.
+    """This rank's side of one stream; `fields` must be equal on all ranks.
 
-    `fields` holds the values that have to be equal on all ranks, by name.
+    `plan` and `turn` raise ClosedByLeaderError if rank 0 has ended the stream.
     """
 
     def __init__(
@@ -101,11 +101,7 @@ class RankSession:
         return list(rows[0][2])
 
     def plan(self, plan: Plan | None) -> Plan:
-        """Return rank 0's plan on every rank; the other ranks pass None.
-
-        Raises:
-            ClosedByLeaderError: rank 0 has ended the stream.
-        """
+        """Return rank 0's plan on every rank; the other ranks pass None."""
         said: list[Any] = ["follow"]
         if plan is not None:
             said = ["plan", plan.length, plan.reason[:_LETTERS]]
@@ -113,11 +109,7 @@ class RankSession:
         return Plan(*what) if plan is None else plan
 
     def turn(self) -> None:
-        """Begin on all ranks a round that already has a plan.
-
-        Raises:
-            ClosedByLeaderError: rank 0 has ended the stream.
-        """
+        """Begin on all ranks a round that already has a plan."""
         self._round(["turn" if self.leads else "follow"])
 
     def draft(self, draft: Proposal | None) -> tuple[int, str]:
@@ -150,10 +142,7 @@ class RankSession:
             raise
 
     def _leave(self, kind: str, error: BaseException) -> None:
-        """Tell the other ranks that an error has ended the stream here.
-
-        If a lower rank has left with another type of error, raise RankLostError.
-        """
+        """Tell the other ranks in an exchange that an error has ended the stream."""
         self._ended = True
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raw = text.encode()[:LEFT_BYTES]
@@ -163,9 +152,8 @@ class RankSession:
         """Record the end of the stream, and tell the other ranks of an `error`.
 
         Raises:
-            RankLostError: rank 0 has failed to verify. It has sent unusable rows, so
-                that no rank waits for it. On the other ranks, this error replaces the
-                error that such rows cause.
+            RankLostError: rank 0 has failed to verify, and has sent unusable rows. On
+                the other ranks, this error replaces the error that such rows cause.
         """
         running, self._ended = self.running, True
         if not running or error is None:

@@ -121,11 +121,7 @@ class RankedTarget:
 
 
 def _check_spread(model: nn.Module, ranks: int) -> Parallel | None:
-    """Return how a target is sharded over a group; None: there is one rank.
-
-    Refuse a model whose sharding does not fit the number of ranks, and a pipeline in
-    which caches cannot keep a part of a draft.
-    """
+    """Return how a target is sharded, after a check; None: there is one rank."""
     how = spread_as(model)
     if ranks > 1 and how is None:
         raise InvalidRequestError(

@@ -89,10 +89,7 @@ def check_exact(
 def _both_ways(
     lane: Lane, text: Sequence[int], draw: np.random.Generator, vocab: int
 ) -> tuple[dict[int, Any], list[Row]]:
-    """Feed the text in the four ways, and commit it.
-
-    Return the logits of each position fed alone, and the rows of the three other ways.
-    """
+    """Commit the text; return its logits fed alone, and the rows of the other ways."""
     other = _twin(lane, lane.shape)
     alone: dict[int, Any] = {}
     result: list[Row] = []
@@ -125,7 +122,6 @@ def _rows(lane: Lane, fed: Sequence[int], count: int, keep: int = 0) -> list[Row
 
 
 def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
-    """Return a new lane with the same contents of caches."""
     twin = Lane(lane.model, sliding="slack", shape=shape)
     if lane.seen:
         twin.resume(snapshot(lane.caches, 0, lane.seen))
@@ -133,7 +129,6 @@ def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
 
 
 def _seconds(lane: Lane) -> tuple[float, float]:
-    """Return the seconds of a plain step and of one in exact mode."""
     result = []
     for one in (_twin(lane, None), lane):
         times = []

@@ -100,10 +100,7 @@ def verify_both_ways(
 
 
 def logit_rows(lane: Lane, tokens: Sequence[int], width: int) -> Any:
-    """Return the logits after each of `tokens`, float32 numpy [rows, vocab].
-
-    The lane's caches stay as they are.
-    """
+    """Return the logits after each of `tokens`, float32 numpy [rows, vocab]."""
     rows = []
     with Speculation(lane.caches, whole=True, isolated=True) as speculation:
         for start in range(0, len(tokens), width):
@@ -114,11 +111,7 @@ def logit_rows(lane: Lane, tokens: Sequence[int], width: int) -> Any:
 
 
 def compare_rows(at_once: Any, one_by_one: Any) -> tuple[Row, ...]:
-    """Compare two arrays of logits [rows, vocab], row by row.
-
-    Raises:
-        NonFiniteLogitsError: a row holds NaN.
-    """
+    """Compare two arrays of logits [rows, vocab]; NaN raises NonFiniteLogitsError."""
     result = []
     for index, (wide, single) in enumerate(zip(at_once, one_by_one, strict=True)):
         for name, row in (("at once", wide), ("one by one", single)):

@@ -145,11 +145,9 @@ def weigh(
 
 
 def _ulp(row: mx.array) -> float:
-    """Return the spacing of a row's dtype at its largest logit.
-
-    mlx-lm's `logits - logsumexp`, which the engine does not compute, rounds by as much.
-    """
+    """Return the spacing of a row's dtype at its largest logit."""
     row, eps = row.astype(mx.float32), mx.finfo(row.dtype).eps
+    # mlx-lm's `logits - logsumexp` also rounds at the size of the logsumexp.
     largest = mx.maximum(mx.abs(row).max(), mx.abs(mx.logsumexp(row)))
     return float(largest) * float(eps)
 

@@ -56,10 +56,8 @@ class RowVerdict:
 
 
 def usual_tolerance(places: Sequence[Place]) -> float:
-    """Return twice the median difference of rows, a margin that rounding can reverse.
-
-    A fault in a few rows does not change the median.
-    """
+    """Return twice the median difference of rows: rounding can reverse this margin."""
+    # A fault in a few rows does not change the median.
     return 2 * median(row.difference for place in places for row in place.rows)
 
 

@@ -35,11 +35,7 @@ class Caches:
         passed: Any,
         max_size: int | None,
     ) -> "Caches":
-        """Split the caller's list of caches, or make caches of a limited size.
-
-        Raises:
-            InvalidRequestError: the size is out of range, or `passed` is no list.
-        """
+        """Split the caller's list of caches, or make caches of a limited size."""
         if passed is None and max_size is None:
             return cls(None, None, None)
         if passed is None:
@@ -84,9 +80,7 @@ def limited(
 ) -> tuple[Caches, KVQuantization | None]:
     """Return the caches of a text of `reach` positions, and their quantization.
 
-    Raises:
-        InvalidRequestError: a limit is invalid, or `max_kv_size` was passed for a model
-            that makes its own caches, for which mlx-lm ignores the limit.
+    If a model makes its own caches, mlx-lm ignores `max_kv_size`. Here it is refused.
     """
     caches = Caches.of(model, (), passed, max_kv_size)
     if max_kv_size is not None and hasattr(model, "make_cache"):
@@ -102,11 +96,7 @@ def limited(
 def quantization_of(
     bits: int | None, group_size: int, start: int
 ) -> KVQuantization | None:
-    """Return the `KVQuantization` of mlx-lm's three keywords; None without bits.
-
-    Raises:
-        InvalidRequestError: a number is out of range.
-    """
+    """Return the `KVQuantization` of mlx-lm's three keywords; None without bits."""
     if bits is None:
         return None
     checked_count("kv_bits", bits, 1)

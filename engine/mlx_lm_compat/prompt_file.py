@@ -1,8 +1,8 @@
 """The caches of a prompt that was read earlier, from a file.
 
-`mlx_lm.cache_prompt` or `save_caches` has written the file. The caches keep their kinds
-of the file, such as a limited size or quantization. Their arrays are cast to the dtype
-of the loaded model (float32 on a Linux CPU).
+`mlx_lm.cache_prompt` or `save_caches` has written the file. Each cache stays of the
+kind in the file, for example quantized. The arrays are cast to the dtype of the loaded
+model (float32 on a Linux CPU).
 """
 
 from pathlib import Path
@@ -22,8 +22,6 @@ from mlx_speculation.errors import InvalidRequestError
 
 def load_prompt(path: str | Path, model: nn.Module) -> LoadedCaches:
     """Return the caches of a file, after a check that they fit a model.
-
-    For the check, the model reads one token into new caches of the file's kinds.
 
     Raises:
         CacheFileError: the file is missing or damaged, or does not fit the model.

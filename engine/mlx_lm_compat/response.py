@@ -19,8 +19,8 @@ from mlx_speculation.engine.stream import Stream
 class SpeculativeResponse(GenerationResponse):
     """mlx-lm's response, with statistics and the seed.
 
-    As in mlx-lm, `from_draft` says whether the token was drafted and accepted. The last
-    of `max_tokens` is never drafted, which differs from mlx-lm. `logprobs` are float32
+    `from_draft` says whether the token was drafted and accepted. The last of
+    `max_tokens` is never drafted, which differs from mlx-lm. `logprobs` are float32
     [vocab], unevaluated; minus infinity for unused ids.
 
     Attributes:

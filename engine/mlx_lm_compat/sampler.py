@@ -26,11 +26,7 @@ def checked_sampling(
     *,
     drafted: bool,
 ) -> Sampling:
-    """Return the sampling options of a sampler, with a seed.
-
-    Raises:
-        InvalidRequestError: `sampler` is no sampler, or cannot use the seed.
-    """
+    """Return a sampler's options, with a seed; refuse a seed for a user's sampler."""
     if sampler is None or sampler is greedy_sampler:
         options = Sampling()
     elif isinstance(sampler, SeededSampler):

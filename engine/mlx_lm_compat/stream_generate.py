@@ -117,7 +117,6 @@ def _responses(
     callback: Callable[[int, int], Any] | None,
     device: mx.Stream | mx.ThreadLocalStream | None,
 ) -> Responses:
-    """Check the prompt and the caches, and return the responses of a stream."""
     model, tokens = generator.model, generator.encode(prompt)
     caches = Caches.of(model, generator.draft_models, prompt_cache, max_kv_size)
     progress = Progress(callback, len(tokens))

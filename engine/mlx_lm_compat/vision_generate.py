@@ -100,7 +100,6 @@ def _responses(
     drafts: tuple[DraftArgument | None, int | None],  # and its length
     sizes: tuple[int, int],  # of the text and of a prefill step, in tokens
 ) -> Responses:
-    """Check the images and the sizes, and return the responses of a stream."""
     target = model if isinstance(model, VisionTarget) else VisionTarget(model)
     draft, length = drafts
     generator = SpeculativeGenerator(
@@ -149,7 +148,6 @@ def _sampling(
 
 
 def _check_keywords(unknown: Iterable[str], audio: Any, video: Any) -> None:
-    """Refuse unknown keywords, audio and video."""
     if unknown:
         raise TypeError(
             f"vision_stream_generate() takes no keyword "
@@ -165,7 +163,6 @@ def _check_keywords(unknown: Iterable[str], audio: Any, video: Any) -> None:
 
 
 def _as_list(image: Any) -> list[Any]:
-    """Return one image, several or None as a list."""
     if image is None:
         return []
     alone = isinstance(image, str | bytes) or not isinstance(image, Sequence)

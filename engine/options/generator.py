@@ -40,9 +40,8 @@ class GeneratorOptions:
             `prompt_cache` stays as it is; see `with_slack` and `as_native` of caches.
         prefix_cache: a `PrefixCache` of this target and draft only, for requests that
             begin alike. A request with its own `prompt_cache` does not use it.
-        replay: replace the ids of an earlier answer in a prompt by the generated ones,
-            if the prefix cache holds them and they decode to the same text; see
-            `engine.prompt.replayed`. A prompt of token ids stays as it is.
+        replay: replace the ids of earlier answers in a prompt by the generated ones,
+            see `engine.prompt.replayed`. A prompt of token ids stays as it is.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold any other id. None: all ids.
             "intersection": `draft` is the folder of a model with another tokenizer, and
@@ -115,8 +114,6 @@ class GeneratorOptions:
     def check_exact(self, model: nn.Module, *, ranked: bool) -> None:
         """Refuse options and models with which exact mode is not exact.
 
-        `model` is the target, `ranked` whether it is sharded over ranks.
-
         Raises:
             InvalidRequestError: two options do not go together, or a check on this
                 machine has found rows that differ.
@@ -142,14 +139,7 @@ class GeneratorOptions:
         check_verdict(model, shape)
 
     def check_draft(self, draft: Draft | None, *, vocabulary: bool) -> None:
-        """Refuse options that the draft on this rank cannot follow.
-
-        `vocabulary` tells whether a reduced vocabulary applies on this rank.
-
-        Raises:
-            InvalidRequestError: an option needs another draft, or two do not go
-                together.
-        """
+        """Refuse options that the draft on this rank cannot follow."""
         kind = "None" if draft is None else f"of kind {draft.kind!r}"
         if self.compile_draft and (draft is None or not draft.models):
             raise InvalidRequestError(

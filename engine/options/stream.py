@@ -21,15 +21,15 @@ class StreamOptions:
         sampling: options of the choice of tokens; None: greedy.
         stop: texts that end the generation; the text is cut before them.
         stop_tokens: token ids that end the text; None: the tokenizer's end tokens.
-        draft_length: the draft length of this stream, or a `DraftLengthPolicy`, which
-            plans each round; None: the generator's draft length.
+        draft_length: tokens to draft in a round, or a `DraftLengthPolicy`, which plans
+            each round; None: the generator's draft length.
         max_draft: the longest draft of this stream; None: no limit.
         prompt_cache: the caller's mlx-lm caches of the target. `prompt` continues the
             tokens that they hold. The stream writes to them.
         cached_tokens: the token ids that `prompt_cache` holds. None: the position is
             the caches' offset, or 0 if no cache has one (models of recurrent layers
             only); penalties and drafters then do not see these tokens.
-        draft_cache: caches of the draft model that hold all or the first of
+        draft_cache: caches of the draft model that hold all or the first
             `cached_tokens`.
         logprobs: report the log-probability of each token and of this many most
             probable tokens; 0: of the token only; None: no report.
@@ -38,20 +38,17 @@ class StreamOptions:
             Stop tokens are allowed where the text may end. If no other token is allowed
             there, the text ends without a stop token.
         explain: keep for each round in `stream.decisions` the draft length, the reason
-            for it, and the parts of the round's time. Rounds become about 1 % slower,
-            see `engine.timing`.
+            for it, and the parts of the round's time. Rounds become about 1 % slower.
         prefill_step_size: how many tokens of a prompt one forward reads; None: 2048,
             and 256 on a CPU, since Ctrl-C has to wait for the end of a forward.
         prompt_progress: called with the number of tokens of each chunk of the prompt
             that the target has read.
-        kv_quantization: quantization of the target's caches; None: they stay as they
-            are.
+        kv_quantization: of the target's caches; None: they stay as they are.
         logprob_rows: add the log-probabilities of all ids to each chunk's `logprob`.
         yielded_only: after `close()`, let the caller's caches hold only the prompt and
             the yielded tokens. This may cost further forwards, over at most as many
             tokens as a draft has.
-        level_draft: at the end, let the draft model's caches hold the same tokens as
-            the target's.
+        level_draft: at the end, let the draft model hold the same tokens as the target.
         prediction: a text, or its token ids, that the output may repeat in part, such
             as a file to be edited. A lookup searches it.
         images: the images of the prompt's image parts, in their order: paths, bytes,

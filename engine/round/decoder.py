@@ -38,10 +38,9 @@ class Decoder(ABC):
     ) -> list[Read]:
         """Run and commit a round; return the outcome of each request, or its error.
 
-        Args:
-            budgets: how many tokens each request may still emit, at least 1.
-            cuts: one for each request; cuts its outcome before the commit.
-            drain: submit no step of the next round.
+        A request may still emit `budgets[place]` tokens, at least 1. Its outcome goes
+        through `cuts[place]` before the commit. With `drain`, no step of the next round
+        is submitted.
 
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.

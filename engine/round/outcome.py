@@ -101,10 +101,7 @@ class Pending:
         clock.wait("sampler", *tokens)
 
     def read(self, drafts: Sequence[Proposal] = ()) -> list[Read]:
-        """Return the outcome of every request; call it after `wait`.
-
-        `drafts` holds one for each request, and is empty for a plain step.
-        """
+        """Return the outcome of every request; call it after `wait`."""
         result: dict[int, Read] = dict(self.decided.failed)
         for members, verified in self.decided.groups:
             counts = []
@@ -122,11 +119,7 @@ class Pending:
 def outcomes(
     verified: Verified, drafted: Sequence[int]
 ) -> list[RoundOutcome | NonFiniteLogitsError]:
-    """Return the outcomes of requests whose rows were decided together.
-
-    Each request has the same number of rows in `verified`. `drafted` holds how many
-    tokens each has drafted.
-    """
+    """Return the outcomes of requests with equally many decided rows."""
     tokens: Any = verified.tokens.tolist()  # waits for all arrays of `verified`
     normals: Any = verified.normalizers.tolist()
     counts: Any = 0 if verified.accepted is None else verified.accepted.tolist()

@@ -72,10 +72,8 @@ class Running:
         lane: the lane, whose rows are in the order of `requests`.
         alone: whether this is the only request of a stream; its errors are raised. In a
             batch, a request that fails keeps nothing of the round; the others go on.
-        masked: whether any request has a constraint.
         sequential: the places of requests whose rows are decided one by one, see
             `engine.round.sequential`.
-        explain: whether the parts of the round's time are measured.
         interrupt: a `BaseException`, to be raised after the round; None: there is none.
     """
 

@@ -210,11 +210,7 @@ class Rounds:
         return result
 
     def verify(self, drafts: Sequence[Proposal], cuts: Sequence[Cut]) -> list[Read]:
-        """Let the target verify drafts, and commit the accepted tokens.
-
-        Each of `cuts` is applied to a request's outcome before the commit. Return the
-        outcome of each request, or its error.
-        """
+        """Let the target verify drafts, and commit the accepted tokens."""
         running, step = self.running, self.in_flight
         ours, width = drafts, 0
         if step is not None:

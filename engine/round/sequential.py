@@ -59,10 +59,7 @@ def turn_of(
 
 
 def decide_sequentially(turns: dict[int, Turn], running: Running) -> dict[int, Read]:
-    """Decide all rows; evaluate those of one position together, and count the reads.
-
-    Return the outcome of each request over all its rows, or its error, by place.
-    """
+    """Return each request's outcome over all its rows, or its error, by place."""
     result: dict[int, Read] = {}
     while len(result) < len(turns):
         arrays: list[mx.array] = []
@@ -82,7 +79,6 @@ def decide_sequentially(turns: dict[int, Turn], running: Running) -> dict[int, R
 
 
 def _last_of(outcome: RoundOutcome) -> RoundOutcome:
-    """Return an outcome of the last token only."""
     end = len(outcome.tokens) - 1
     return replace(
         outcome,

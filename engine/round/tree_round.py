@@ -61,11 +61,8 @@ def submit_tree(
     drafts: Sequence[Proposal],
     step: Pending | None = None,
 ) -> Pending:
-    """Submit a forward over the known tokens unseen by the target, and over a tree.
-
-    `step` is always None: with a step in flight, drafts are chains.
-    """
-    assert step is None
+    """Submit a forward over the known tokens unseen by the target, and over a tree."""
+    assert step is None  # with a step in flight, drafts are chains
     (request,), (draft,) = running.requests, drafts
     clock, exact, branches = running.clock, running.explain, draft.branches
     assert branches is not None

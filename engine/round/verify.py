@@ -77,7 +77,7 @@ def submit_verify(
         clock.wait("draft", *drafted)
     if exact:
         clock.submit("verify", logits)
-    # 5. The sampler turns each request's rows into choices and the acceptance.
+    # 5. Each request's rows become choices and a number of accepted tokens.
     before = None if step is None else fed
     decided, turns = _decided(running, logits, drafts, before, matrix)
     if exact or turns:
@@ -149,7 +149,6 @@ def _decided(
 def _decide_some(
     requests: dict[int, Ask], logits: mx.array, matrix: mx.array | None
 ) -> Decided:
-    """Decide on the rows of some requests, by place."""
     if not requests:
         return Decided((), {})
     index = mx.array([*requests])

@@ -38,16 +38,10 @@ AHEAD = 32
 
 
 class Warmup:
-    """Rehearses the shapes of one stream's rounds.
+    """Rehearses the shapes of one stream's rounds, for drafts up to `longest` tokens.
 
-    Args:
-        target: the target's lane.
-        longest: the longest draft, in tokens.
-        statistics: counts the time of rehearsals.
-        met: the rehearsed shapes; all streams of a generator share the set.
-
-    Attributes:
-        read_prompt: lets the drafter read the prompt, then calls `draft`; None: unset.
+    `statistics` counts the time. All streams of a generator share `met`, the rehearsed
+    shapes. `read_prompt` lets the drafter read the prompt, then calls `draft`.
     """
 
     def __init__(
@@ -60,11 +54,7 @@ class Warmup:
         self.read_prompt: Callable[[], bool] | None = None
 
     def limit(self, context: int, limit: int) -> int:
-        """Rehearse what is due; return the longest rehearsed draft length.
-
-        `context` is the number of tokens that the target holds. The result is at most
-        `limit`.
-        """
+        """Rehearse what is due; return the longest rehearsed length up to `limit`."""
         if self._by_keys is None:
             self._by_keys = plans_by_keys(self._target.caches)
             _say_once()

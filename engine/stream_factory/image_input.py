@@ -44,8 +44,7 @@ def image_input(
     """Return the checked image input of a request; None: it has no images.
 
     Raises:
-        InvalidRequestError: the target cannot read images, or not with these options,
-            or an image or the prompt cannot be used.
+        InvalidRequestError: an image, the prompt or an option cannot be used.
     """
     wanted = isinstance(prompt, ImagePrompt) or len(options.images) > 0
     if isinstance(model, VisionTarget):

@@ -77,12 +77,7 @@ class StreamFactory:
         return start
 
     def make(self, prompt: Prompt, options: StreamOptions) -> Stream:
-        """Return a stream that has not begun; see `SpeculativeGenerator.stream`.
-
-        Raises:
-            InvalidRequestError: two values do not fit together; the message names both.
-            ConstraintError: the constraint fails before the first token.
-        """
+        """Return a stream that has not begun; see `SpeculativeGenerator.stream`."""
         setup, ranked = self._setup, self._setup.ranked
         session = None if ranked is None else ranked.next_stream(setup.draft)
         sampling = options.sampling or Sampling()
@@ -156,7 +151,6 @@ class StreamFactory:
         session: RankSession | None,
         images: ImageInput | None,
     ) -> Stream:
-        """Return the stream of a request."""
         setup, drafter = self._setup, request.open_drafter
         max_tokens = setup.prompts.fitting(request.sequence, options.max_tokens)
         assert options.sampling is not None
@@ -200,11 +194,7 @@ class StreamFactory:
     def _fields(
         self, options: StreamOptions, sequence: Sequence, seen: int
     ) -> dict[str, Any]:
-        """Return the values that have to agree on all ranks, by the name of the option.
-
-        If these differed, ranks would run different rounds and wait for each other for
-        ever.
-        """
+        """Return the values that have to agree on all ranks, by name of option."""
         setup, length = self._setup, options.draft_length
         digest = sha256(",".join(map(str, sequence.tokens)).encode())
         values: dict[str, Any] = {
