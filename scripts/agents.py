@@ -1,7 +1,7 @@
 """Compares lookups by replaying recorded agent sessions and edits of files.
 
-No model runs, so the figures are the same on every machine. Each answer is known, and
-a drafted token is accepted if the answer has it at that position.
+No model runs, so the figures are the same on every machine. A drafted token is accepted
+if the recorded answer has it at that position.
 
     python scripts/agents.py SESSIONS.jsonl --tokenizer FOLDER
 

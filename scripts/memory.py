@@ -1,10 +1,9 @@
 """Peak memory of speculation over many rounds, beside plain decoding, in bytes.
 
 The bound is 1.05 times the peak of mlx-lm's plain decoding of the same number of
-tokens, plus what speculation is known to hold: the slack of sliding windows, k + 1 rows
-of logits, and, as `Result.memory` reports them, the draft's weights and caches and what
-open rounds need. The peak is measured after the prefill. The script fails if a peak is
-above its bound.
+tokens, plus the slack of sliding windows, k + 1 rows of logits, and from
+`Result.memory` the draft's weights and caches and what open rounds need. The peak is
+measured after the prefill. The script fails if a peak is above its bound.
 
     python scripts/memory.py --target dense --target sliding --target hybrid
 """

@@ -111,10 +111,9 @@ class Taken:
 class Case:
     """One draft, draft length and context.
 
-    Attributes:
-        open: begins a stream whose caches hold the context.
-        verify: a forward of a copy of the target, with the same hooks.
-        step: a step of the draft, or None if no model drafts.
+    `open` begins a stream whose caches hold the context. `verify` is a forward of a
+    copy of the target, with the same hooks. `step` is a step of the draft, if a model
+    drafts.
     """
 
     draft: str
@@ -229,12 +228,8 @@ def draft_of(
 ) -> tuple[Any, "Step | None"]:
     """Return a draft, and one of its steps after the prompt.
 
-    Args:
-        bench: the target and its draft model.
-        name: "plain", "model", "mtp" or "lookup".
-        target: a copy of the target, with hooks.
-        prompt: the tokens of the context.
-        hook: puts a generator's hooks on a copy.
+    `target` is a copy of the target, with hooks. `hook` puts a generator's hooks on a
+    copy.
     """
     from bench.forwards import filled, head_step_of, step_of
     from mlx_speculation import MtpDraft, load

@@ -43,8 +43,8 @@ SIDECAR = "mtp.safetensors"
 class Split:
     """The files that were written."""
 
-    folder: Path  # the new folder
-    head: tuple[str, ...]  # the names of the tensors in the file of the head
+    folder: Path
+    head: tuple[str, ...]  # names of its tensors
     trunk: int  # how many tensors the shards hold
     # Encoding of the head's norms in the shards; None: not known
     norms: Norms | None
@@ -53,13 +53,8 @@ class Split:
 def split_head(folder: Path, out: Path) -> Split:
     """Write a model folder in which the head is in mtp.safetensors.
 
-    Plain mlx-lm can load the shards without the head. Names, dtypes and bytes of all
-    tensors stay. If the norms of the head are stored minus 1, the new config.json says
-    so, since the shards no longer show it.
-
-    Args:
-        folder: the model, with its head in the shards; it is not written to.
-        out: a folder that does not exist.
+    If the norms of the head are stored minus 1, the new config.json says so, since the
+    shards no longer show it. `out` must not exist; `folder` is not written to.
 
     Raises:
         ModelFolderError: there is no head in the shards, one is beside them, or `out`
@@ -146,8 +141,6 @@ def _write(
     tensors: Mapping[str, tuple[Path, TensorPlace]],
     metadata: dict[str, str],
 ) -> None:
-    """Write a file of tensors whose bytes lie in other files."""
-
     def item_size(name: str) -> float:
         _, place = tensors[name]
         return (place.end - place.begin) / max(1, prod(place.shape))

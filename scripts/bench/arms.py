@@ -1,8 +1,8 @@
 """Ways to decode one prompt, token by token.
 
 An arm begins a job and returns a run, which is timed slice by slice. The first slice is
-the prefill and the first token; its seconds are kept apart. Further tokens of the round
-that emitted the first token do not count for the speed; all later tokens do.
+the prefill and the first token; its seconds are kept apart. The speed leaves out the
+other tokens of the round that emitted the first token.
 """
 
 import time
@@ -31,13 +31,9 @@ Arrivals = Generator[tuple[int, int], None, None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Task of an arm.
+    """Task of an arm: a prompt, and the largest number of tokens to generate.
 
-    Attributes:
-        prompt: token ids.
-        tokens: the largest number of tokens to generate.
-        sampling: the sampling options; mlx-lm draws differently from the same seed.
-        stop: tokens that end the text; the text includes the one that ended it.
+    mlx-lm draws differently from the same seed. The text ends with a token of `stop`.
     """
 
     prompt: list[int]
@@ -52,12 +48,8 @@ class Run:
 
     Attributes:
         arrivals: the tokens that are still to come.
-        stop: tokens that end the text.
-        statistics: rounds, drafted and accepted tokens.
-        tokens: the generated tokens.
         first_seconds: time to the first token, prefill included.
         slices: timed tokens and seconds of each later slice.
-        ended: whether the text is complete.
         failure: the error that mlx-lm raised, or None.
     """
 
@@ -78,7 +70,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Sum of the seconds of the timed slices."""
+        """Seconds of the timed slices."""
         return sum(seconds for _, seconds in self.slices)
 
     def take(self) -> None:
@@ -112,11 +104,9 @@ def settle() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode.
+    """One way to decode; `begin` begins a job.
 
     Attributes:
-        name: its name in the table.
-        begin: begins a job.
         ours: whether its text has to equal plain decoding's at any temperature.
         draft: the name of the draft; "": plain decoding.
         length: tokens drafted in a round; None: adaptive.

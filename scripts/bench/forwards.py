@@ -1,11 +1,10 @@
 """Steady-state times of forwards.
 
-Steady forwards are dependent and pipelined, without other work. Each is fed the choice
-of the previous one and is submitted before that result is read, as in a long run of
-plain steps. After each, the caches are rolled back, so that the context keeps its
-length, except that forwards of one token advance recurrent states. Forwards of several
-rows run like those of a round if the model has a round's hooks. The time of a forward
-of w rows is then that of verifying w rows without sampler, commit and waits for the
+Steady forwards are dependent and pipelined, as in a long run of plain steps: each is
+fed the choice of the previous one, and is submitted before that result is read. After
+each, the caches are rolled back, so the context keeps its length (recurrent states
+advance in forwards of one token). If the model has a round's hooks, the time of a
+forward of w rows is that of verifying w rows without sampler, commit and waits for the
 host.
 """
 
@@ -38,8 +37,7 @@ Step = Callable[[mx.array], mx.array]
 def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     """Return caches of a model, as a generator makes them, that hold some tokens.
 
-    The tokens are read with the operations of a round, in a third of the time on
-    x86-64.
+    The operations of a round read the tokens in a third of the time on x86-64.
     """
     caches: list[Any] = with_slack(make_prompt_cache(model))
     for start in range(0, len(tokens), PREFILL):
@@ -53,10 +51,8 @@ def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
 def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Step:
     """Return a forward of a model over caches, which keep their length.
 
-    Args:
-        model: with the hooks of a round.
-        caches: the caches of the context.
-        drafts: whether the model drafts: its forwards of one token run like a round's.
+    The model has the hooks of a round. If it drafts, its forwards of one token run like
+    a round's.
     """
     rows = [leaf for _, leaf in leaves(caches) if hasattr(leaf, "trim")]
 

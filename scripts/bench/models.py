@@ -45,14 +45,7 @@ COUNTED = 1_000_000  # characters of source text
 
 @dataclass(eq=False)
 class Bench:
-    """A target with its draft model.
-
-    Attributes:
-        name: the target's name.
-        folder: the target's folder.
-        draft_folder: the draft model's folder.
-        group: the ranks that the target is spread over; None: one process.
-    """
+    """A target with its draft model; the target may be spread over a `group`."""
 
     name: str
     folder: Path
@@ -118,10 +111,7 @@ class Bench:
         return SpeculativeGenerator(self.model, self.tokenizer, draft=made, **options)
 
     def _common_ids(self, size: int) -> list[int]:
-        """Return the most frequent token ids of the standard library's sources.
-
-        The bundled models were trained on such sources, though not on the prompts.
-        """
+        """Return the most frequent token ids of the standard library's sources."""
         text = ""
         for each in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
             if len(text) < COUNTED:

@@ -26,7 +26,7 @@ class Question:
 
     Attributes:
         group: the kind of text.
-        source: the file or data set that it comes from.
+        source: the file or data set of the question.
         turns: the messages of a user, or a text to continue.
         chat: whether the turns go through the chat template, if the model has one.
     """

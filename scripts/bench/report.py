@@ -47,10 +47,8 @@ class Report:
 def reported(context: typer.Context) -> Iterator[Report]:
     """Choose the BLAS, let the block fill a report, and print it.
 
-    The block does not use the costs of rounds that earlier runs have saved.
-
-    Args:
-        context: of a command with the options `blas` and `json_file`.
+    The block does not use saved costs of rounds. `context` is that of a command with
+    the options `blas` and `json_file`.
     """
     chosen = use_blas(context.params["blas"])
     report = Report()

@@ -23,13 +23,9 @@ WARM_UP_TOKENS = 32
 
 @dataclass(slots=True)
 class Series:
-    """The runs of one arm.
+    """The runs of one arm, one for each prompt; none after a `failure`.
 
-    Attributes:
-        arm: the arm.
-        runs: one for each prompt; empty after a failure.
-        partings: where its texts begin to differ from those of our plain decoding.
-        failure: the reason for having no runs, or None.
+    `partings` are where texts begin to differ from those of our plain decoding.
     """
 
     arm: Arm
@@ -134,10 +130,8 @@ def compare(
 ) -> list[Series]:
     """Let arms decode jobs in turns; the first arm is our plain decoding.
 
-    A short first job warms up and is not counted. An arm that fails is left out.
-
-    Raises:
-        AssertionError: a text of one of our arms is not that of our plain decoding.
+    A short first job warms up and is not counted. An arm that fails is left out. A
+    wrong text of one of our arms raises AssertionError.
     """
     result = [Series(arm) for arm in arms]
     for number, job in enumerate(jobs):

@@ -33,13 +33,9 @@ MLX_LM = (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Answer to a request.
+    """Answer to a request: seconds to the first piece of text and to the end.
 
-    Attributes:
-        text: the whole text.
-        first: seconds to its first piece.
-        whole: seconds to its end.
-        tokens: number of tokens, as counted by the server.
+    The server counts the tokens.
     """
 
     text: str
@@ -50,12 +46,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server.
-
-    Attributes:
-        name: its name in the table.
-        url: the URL of its API.
-    """
+    """A running server, and the URL of its API."""
 
     name: str
     url: str

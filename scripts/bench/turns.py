@@ -49,10 +49,8 @@ def in_turns(
 ) -> dict[Name, list[T]]:
     """Run each arm in each turn; return the results of each arm by turn.
 
-    Args:
-        acts: the arms by name, called with the number of the turn.
-        repeats: number of counted turns.
-        warm_up: number of uncounted turns before them, all called with 0.
+    Arms are called with the number of the turn. Before these turns, `warm_up` turns,
+    all with number 0, are not counted.
     """
     result: dict[Name, list[T]] = {name: [] for name in acts}
     for number in range(-warm_up, repeats):

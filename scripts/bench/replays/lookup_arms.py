@@ -20,8 +20,8 @@ from mlx_speculation.engine.lookup.automaton import SuffixAutomaton
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 
 LONGEST = 16  # tokens of a draft
-# Of suffix decoding: the largest number of tokens of a substring in its trees, and the
-# probability below which a drafted path ends.
+# Of suffix decoding: the longest substring in its trees, in tokens, and the probability
+# below which a drafted path ends.
 DEPTH, LEAST_CHANCE = 64, 0.1
 
 
@@ -162,11 +162,8 @@ def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -
 class PromptLookup(Arm):
     """Proposes the tokens after an earlier occurrence of the n-gram that ends the text.
 
-    Args:
-        shortest: the smallest number of tokens of an n-gram.
-        longest: the largest number, which is tried first.
-        latest: whether to use the latest occurrence, as in vLLM, or the first, as in
-            transformers.
+    The n-grams have `longest` tokens, then fewer, down to `shortest`. `latest` takes
+    the latest occurrence, as vLLM does; else the first, as transformers does.
     """
 
     def __init__(self, shortest: int, longest: int, *, latest: bool) -> None:
@@ -197,8 +194,7 @@ class PromptLookup(Arm):
 class SuffixTree:
     """Counts of all substrings of at most `DEPTH` tokens.
 
-    A suffix automaton with a dictionary for each state: it has the counts of a suffix
-    tree in a fraction of the memory.
+    A suffix automaton holds the counts of a suffix tree in a fraction of the memory.
     """
 
     def __init__(self) -> None:

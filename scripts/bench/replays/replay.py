@@ -26,8 +26,7 @@ from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.lookup.survival import lookup_buckets, lookup_rates
 
 LONGEST = 16
-# The fixed lengths that a policy is compared with.
-FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)
+FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # draft lengths
 MACHINES = ("cpu", "h100", "mac", "linear")
 Traces = dict[str, np.ndarray]
 
@@ -84,12 +83,9 @@ class Machine:
 
 @dataclass
 class Replayed:
-    """Result of one request or several.
+    """Result of one request or several: cost in plain steps, and emitted tokens.
 
-    Attributes:
-        steps: cost of its rounds, in plain steps.
-        tokens: number of emitted tokens.
-        decisions: the plan and the feedback of each round; None: not kept.
+    `decisions` holds the plan and the feedback of each round; None: not kept.
     """
 
     steps: float = 0.0
@@ -177,7 +173,6 @@ def replay(
 
 
 def _picked(plan: Plan) -> tuple[int, int]:
-    """Return the index of the source that drafts, and the length."""
     return 0 if plan.source is None else plan.source.index, plan.length
 
 
@@ -274,7 +269,7 @@ class Judged:
 
     @property
     def over_best(self) -> float:
-        """The rule's speed over that of the best fixed length, of a single source."""
+        """The rule's speed over that of the best fixed length of a single source."""
         return self.least / self.ours.steps
 
 

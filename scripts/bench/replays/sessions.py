@@ -87,9 +87,7 @@ def by_turns(sessions: Sequence[list[Turn]], together: int) -> Iterator[list[Tur
 def edits(tokenizer: Any, folder: Path | None = None) -> list[Turn]:
     """Return requests to update a file; the old file is the prediction.
 
-    Args:
-        tokenizer: a tokenizer with a chat template.
-        folder: holds the wheels; None: they are fetched from the package index.
+    `folder` holds the wheels; None: they are fetched from the package index.
     """
     result = []
     for old, new in _changed(folder):
@@ -136,7 +134,6 @@ def changed_share(old: Sequence[str], new: Sequence[str]) -> float:
 
 
 def _files(name: str, release: str, wheels: Path) -> dict[str, str]:
-    """Return the Python files of a release by their paths."""
     pattern = f"{name}-{release}-*.whl"
     if not list(wheels.glob(pattern)):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
