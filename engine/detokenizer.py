@@ -65,8 +65,8 @@ class TextDetokenizer:
     def __init__(
         self,
         tokenizer: Any,  # of transformers, or mlx-lm's wrapper of one
-        stop_tokens: Collection[int],  # ids that end the text and are not part of it
-        stop_strings: Sequence[str],  # texts that end the text and are not part of it
+        stop_tokens: Collection[int],  # end the text and are not part of it
+        stop_strings: Sequence[str],  # end the text and are not part of it
     ) -> None:
         self._decode, self._cleans = _decoding(tokenizer)
         self._stop_tokens = frozenset(stop_tokens)

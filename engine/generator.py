@@ -42,16 +42,14 @@ class SpeculativeGenerator:
         generator = SpeculativeGenerator(model, tokenizer, draft=small_model)
         print(generator.generate("def fib(n):", max_tokens=64).text)
 
+    `tokenizer` is mlx-lm's wrapper or a Hugging Face one. `options` are the fields of
+    `GeneratorOptions`.
+
     Streams of one generator are independent of each other, unless `draft` is a drafter
     object of your own, which drafts for one open stream at a time.
 
     A drafter that fails is disabled for the rest of the stream, and the text goes on:
     `stats.drafter_faults` and a `DrafterFaultWarning` say how it failed.
-
-    Args:
-        model: an mlx-lm model.
-        tokenizer: its tokenizer, mlx-lm's wrapper or a Hugging Face one.
-        options: the fields of `GeneratorOptions`.
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
@@ -202,14 +200,13 @@ class SpeculativeGenerator:
         one rank and without exact mode, 26 more rounds find how many layers a forward
         should submit at once. Without calibration, the first streams measure the costs.
 
-        Args:
-            contexts: numbers of tokens in the caches to measure at. Costs are taken as
-                equal up to 512 tokens, from there to 1,024, to 2,048 and so on.
-            progress: called with the numbers of measured rounds and of all rounds.
+        `contexts` are numbers of tokens in the caches. Costs are taken as equal up to
+        512 tokens (bucket 0), from there to 1,024 (bucket 1), to 2,048 and so on.
+        `progress` is called with the numbers of measured rounds and of all rounds.
 
         Returns:
-            Seconds of a round by context bucket (0: up to 512 tokens, 1: up to 1,024)
-            and draft length; empty on ranks other than 0.
+            Seconds of a round by context bucket and draft length; empty on ranks other
+            than 0.
 
         Raises:
             InvalidRequestError: there is no draft, or a context is below 1 or needs
@@ -269,10 +266,8 @@ class SpeculativeGenerator:
     def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Stream:
         """Return a new stream; nothing runs before its first chunk is requested.
 
-        Args:
-            prompt: text, token ids, or the messages of a chat, which go through the
-                tokenizer's chat template.
-            options: the fields of `StreamOptions`.
+        `prompt` is text, token ids, or the messages of a chat, which go through the
+        tokenizer's chat template. `options` are the fields of `StreamOptions`.
 
         Raises:
             InvalidRequestError: two values do not fit together; the message names both.

@@ -46,9 +46,8 @@ class Statistics:
         drafter_faults: the faults for which drafters were disabled.
         paused: the reason why fewer than half of the rounds had drafts, if it is known
             and drafts were requested; else empty.
-        reads: how often the host waited for the device, besides once per round: for a
-            drafter that may stop early, or for a constraint, which needs the tokens
-            before a row.
+        reads: how often the host waited for the device, besides once per round: for
+            drafters that may stop early, and for masks of a constraint.
         reruns: partial acceptances that ran the target again, because a recurrent mixer
             was not recorded.
         mixer_reruns: partial acceptances in which a recurrent mixer of the target ran

@@ -62,9 +62,9 @@ class Generation:
     def begin(self, fits: Callable[[int], bool] | None = None) -> bool:
         """Read the part of the prompt that fits; return whether all of it was read.
 
-        A further call, also after Ctrl-C, continues where the last one stopped. `fits`
-        returns whether a chunk of n tokens may be read now; None: always. If there is
-        nothing to generate, the text ends.
+        A further call, also after Ctrl-C, continues where the last one stopped. If
+        there is nothing to generate, the text ends. `fits` returns whether a chunk of n
+        tokens may be read now; None: always.
         """
         if not self._started:
             self._started = True

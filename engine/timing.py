@@ -14,7 +14,7 @@ last drafted tokens. With CUDA the thread does not wait there (docs/log/rounds.m
 processor time is then not read, which makes a plain step of 3 ms 1 % shorter.
 
 A plain step submits the choice of its token together with the logits. Nearly all time
-of the choice is then in `verify`, unless a constraint makes masks in between.
+of the choice is then in `verify`, unless parts are exact or masks are made in between.
 
 With `explain=True` the parts are exact: each graph is submitted when the one before it
 is computed. Rounds then take about 1 % longer (2 cores, dense demo model). Without it,

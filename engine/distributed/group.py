@@ -32,7 +32,7 @@ from mlx_speculation.errors import (
 from mlx_speculation.models import Group, gathered
 
 LINE_BYTES = 256
-LOST_SECONDS = 2.0  # how long a closed connection may show after an error of mlx
+LOST_SECONDS = 2.0  # how long after mlx's error a closed connection may show up
 _PACKAGES = ("mlx", "mlx-lm", "mlx-speculation")
 _BACKEND = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")
 

@@ -1,10 +1,9 @@
 """Comparison of two texts of one model, with tolerance for rounding.
 
 A forward over k + 1 tokens and k + 1 forwards over one token compute the same logits,
-but usually not bit for bit. The texts may therefore part at a position at which two
-tokens are almost equally good. The tokens before that position are fed to the model
-again, once token by token and once in blocks, and the logits at the position are
-compared:
+but usually not bit for bit. The texts may therefore part where two tokens are almost
+equally good. The tokens before that position are fed again, once one by one and once in
+blocks, and the logits at the position are compared:
 
     difference   the largest change of a logit between the two ways
     margin       the difference between the scores of the two tokens
@@ -12,8 +11,8 @@ compared:
 
 The texts differ by a near-tie if margin <= 2 * difference / temperature + spacing, or
 if edge <= 2 * difference. The spacing is that of the logits' dtype at the largest
-logit. It matters in bfloat16: rounding may move a score by one spacing, even if the
-ways that were tried agree by chance.
+logit. In bfloat16, rounding may move a score by one spacing even if the ways that were
+tried agree by chance.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,10 +7,9 @@
         print(response.text, end="")
 
 The text is that of mlx-lm without a draft: greedy if there is no sampler, else drawn
-from the sampler's distribution. mlx-lm treats some options differently with a draft.
-Here they work as in plain decoding: `prefill_step_size` is 2048 by default,
-`max_kv_size` and `prompt_progress_callback` have an effect, and caches hold the last
-token too.
+from the sampler's distribution. Options also work as in plain decoding, which differs
+from mlx-lm with a draft: `prefill_step_size` is 2048 by default, `max_kv_size` and
+`prompt_progress_callback` have an effect, and caches hold the last token too.
 
 The call checks all arguments; the model runs when the first response is read. An
 unknown keyword raises `TypeError`, and values that do not fit together raise

@@ -56,9 +56,8 @@ class FinalCaches:
     def take_back(self, count: int) -> None:
         """Remove the last `count` known tokens, and their rows from the caches.
 
-        Legal only right after the last round, which emitted these tokens. The round is
-        rolled back, and its remaining tokens are fed again one by one, as in plain
-        decoding.
+        Legal only right after the round that emitted these tokens. The round is rolled
+        back, and its remaining tokens are fed one by one, as in plain decoding.
         """
         (request,), last = self.rounds.running.requests, self.rounds.last
         target, tokens = request.target, request.sequence.tokens
@@ -73,8 +72,8 @@ class FinalCaches:
     def next_token(self) -> int | None:
         """Return the token that would come next, if the caches hold all known tokens.
 
-        None: a constraint has ended the text, logits processors would have to be
-        called, or the token was not computed.
+        None: the text has ended, logits processors would have to be called, or the
+        token was not computed.
         """
         (request,) = self.rounds.running.requests
         text = request.text

@@ -23,11 +23,11 @@ def forced_drafts(
 ) -> dict[int, Proposal]:
     """Return by place the drafts of requests for which tokens are forced.
 
-    A request without a drafter gets no forced draft. On several ranks no request gets
-    one: rank 0 sends the other ranks only the proposals of its drafter.
+    Only requests with a drafter get forced drafts. On several ranks there are none:
+    rank 0 sends the other ranks only the proposals of its drafter.
 
-    If a step is in flight, each draft begins with the step's token, for which the
-    function waits; the masks need it anyway. `limits` do not count this token.
+    If a step is in flight, the function waits for its token, with which each draft then
+    begins. `limits` do not count this token.
 
     Raises:
         ConstraintError: the only request's constraint allows no token and no end.

@@ -45,9 +45,8 @@ class Before(NamedTuple):
 class Proposals:
     """Proposals for the requests of a round, until they are settled or discarded.
 
-    Attributes:
-        shared: the drafter for all requests at once; None: each has its own drafter.
-        failed: errors of requests while drafting, by place.
+    `shared` is the drafter for all requests at once; None: each has its own drafter.
+    `failed` holds errors of requests while drafting, by place.
     """
 
     def __init__(self, running: Running) -> None:
@@ -62,11 +61,9 @@ class Proposals:
     ) -> list[Proposal]:
         """Return a draft for each request, which may be NOTHING.
 
-        Args:
-            ahead: how many steps are in flight, 0 or 1. If 1, each draft begins with a
-                guess of the step's token.
-            limits: how many tokens each request's own drafter may propose; 0: none.
-            shared: likewise, how many the shared drafter may propose; empty: none.
+        Each request's own drafter may propose `limits[place]` tokens, the shared
+        drafter `shared[place]`; `shared` may be empty. If a step is in flight (`ahead`
+        is 1, else 0), each draft begins with a guess of the step's token.
         """
         # 2. The drafter proposes up to k tokens; its guard checks and submits them,
         #    without a read.

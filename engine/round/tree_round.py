@@ -28,7 +28,7 @@ from mlx_speculation.samplers import Decided, Group, Rows, serves_trees, verify_
 class PendingTree(Pending):
     """A submitted forward over a tree; the result is not read yet."""
 
-    path: mx.array = field(kw_only=True)  # int32 [levels]: accepted, then any nodes
+    path: mx.array = field(kw_only=True)  # int32 [levels]: accepted nodes, then others
     shown: bool = field(kw_only=True)  # whether the round has hidden states
 
     def wait(self, clock: RoundClock) -> None:
