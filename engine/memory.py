@@ -89,10 +89,8 @@ def held_memory(
 class CacheSize:
     """Size of a model's caches, in bytes, from a forward that is built but not run.
 
-    Attributes:
-        row: bytes of one token in all layers that keep every token.
-        states: bytes of all sliding windows, when full, and recurrent states.
-        layer: bytes of one token in the largest layer.
+    `row` is one token in all layers that keep every token, `layer` one token in the
+    largest layer. `states` are all sliding windows, when full, and recurrent states.
     """
 
     row: int = 0

@@ -61,11 +61,7 @@ class Prompts:
         return min(lengths, default=None)
 
     def fitting(self, sequence: Sequence, max_tokens: int) -> int:
-        """Return how many of `max_tokens` the target has positions for.
-
-        Raises:
-            InvalidRequestError: the prompt has more tokens than there are positions.
-        """
+        """Return how many of `max_tokens` fit; refuse a prompt beyond the positions."""
         if self.positions is None:
             return max_tokens
         count = sequence.start + len(sequence.tokens)

@@ -1,12 +1,12 @@
 """Compares our server with mlx-lm's on the same models, through the openai client.
 
 Four servers run as processes: ours and mlx-lm's, each with the draft model and without.
-Only one at a time gets requests: in every pass each server answers the same new prompts
-of clients that ask concurrently, and the order of the servers changes from pass to
-pass. Passes share no prompt, so no server has a prompt in its caches. Times are medians
-and 95th percentiles over all requests; tokens per second are of all clients together.
-Texts are compared with those of our server without a draft; in a batch, greedy texts
-may differ from a near-tie on (docs/exactness.md).
+Only one at a time gets requests. In every pass each server answers the same new prompts
+of concurrent clients, and the order of the servers changes from pass to pass. Passes
+share no prompt, so no server has a prompt in its caches. Times are medians and 95th
+percentiles over all requests; tokens per second are of all clients together. Texts are
+compared with those of our server without a draft. In a batch, greedy texts may differ
+from a near-tie on (docs/exactness.md).
 
     python scripts/server.py
     python scripts/server.py --clients 1 --clients 8 --requests 32

@@ -1,11 +1,11 @@
 """Compares plain decoding, drafts of fixed and adaptive lengths, and mlx-lm's drafts.
 
-All arms decode the same prompt; they take turns of a few tokens, and one runs at a
-time. Tokens per second leave out the prefill and the first token, which have a column
-of their own; `x whole` is the ratio of times that include them. `x plain` is the speed
-over the faster plain decoding, ours or mlx-lm's `generate_step`; "length" is the mean
-accepted length. If a text differs from that of plain decoding before a near-tie
-(docs/exactness.md), the script fails and prints no table.
+All arms decode the same prompt in turns of a few tokens. Tokens per second leave out
+the prefill and the first token, which have a column of their own. `x whole` is the
+ratio of times that include them. `x plain` is the speed over the faster plain decoding,
+ours or mlx-lm's `generate_step`. "length" is the mean accepted length. If a text
+differs from that of plain decoding before a near-tie (docs/exactness.md), the script
+fails and prints no table.
 
 Prompts are the bundled ones, or those of a question file in Spec-Bench's layout: a line
 is a JSON object with `question_id`, `category` and `turns`. Turns go through the chat

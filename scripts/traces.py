@@ -13,7 +13,7 @@ scripts/draft_length.py replay the files in tests/support/draft_length/.
 
 A chat model ends its texts itself; other texts end after --tokens. Arrays of a pair,
 named `NAME/GROUP/...`, one row for each text, with zeros after its end:
-    right     uint8 [texts, tokens], number of drafted tokens that agree with the text
+    right     uint8 [texts, tokens], number of drafted tokens before the first wrong one
     found     uint8 [texts, tokens], number of drafted tokens
     context   int32 [texts], number of tokens of the prompt; `tokens`: of the text
     costs     float32 [lengths], cost of a round that drafts `NAME/lengths` tokens, in

@@ -14,12 +14,9 @@ from mlx_speculation.models import PrefillBudget
 class BatchQueue:
     """The requests of a batch, of which at most `most` run at once.
 
-    Attributes:
-        rows: all requests that were not removed, by uid.
-        waiting: requests whose prompts are not completely read, in order of insertion.
-        running: requests that are generating, in the order of their responses.
-        groups: the requests that share forwards, by the quantization of their caches.
-        ready: responses for the next call of `BatchGenerator.next`.
+    `waiting` is in the order of insertion, `running` in the order of responses.
+    `groups` are requests that share forwards, by the quantization of their caches.
+    `ready` holds responses for the next call of `BatchGenerator.next`.
     """
 
     def __init__(

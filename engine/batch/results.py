@@ -10,7 +10,6 @@ class BatchResponse:
     """One emitted token of one row, or the end of a row without a token.
 
     Attributes:
-        uid: the id of the row.
         chunk: the token and its text. None: the row ended without a token, by an error
             or with a budget of 0.
         finish_reason: "stop", "length" or "error" in the row's last response, else

@@ -25,7 +25,6 @@ class Decoder(ABC):
     """Runs the rounds of the requests of a lane.
 
     Attributes:
-        rounds: runs steps 2 to 8 of a round.
         ahead: how many steps were in flight when the round began, 0 or 1.
         room: how many tokens may be drafted for each request in the round.
     """

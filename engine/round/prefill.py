@@ -10,9 +10,8 @@ from mlx_speculation.engine.round.request import Request
 class Prefill:
     """Reads the prompt of a request.
 
-    Attributes:
-        drafter_begun: whether the drafter has read the prompt, or there is no drafter.
-        drafter_seconds: duration of the drafter's prefill, until a round reports it.
+    `drafter_begun` is true once the drafter has read the prompt, or if there is none. A
+    round reports and resets `drafter_seconds`, the time of the drafter's prefill.
     """
 
     def __init__(self, request: Request) -> None:

@@ -24,11 +24,9 @@ MT_BENCH = {
 class Question:
     """A question of one or more turns.
 
-    Attributes:
-        group: the kind of text.
-        source: the file or data set of the question.
-        turns: the messages of a user, or a text to continue.
-        chat: whether the turns go through the chat template, if the model has one.
+    `source` is a file or data set. `turns` are the messages of a user, or a text to
+    continue. `chat` says whether they go through the chat template, if the model has
+    one.
     """
 
     group: str

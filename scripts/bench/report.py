@@ -26,7 +26,7 @@ class Report:
     Attributes:
         rows: measured values. Lists and dicts are in the JSON line alone.
         facts: values that belong to no row.
-        quiet: whether to print nothing, as on all ranks but the first.
+        quiet: print nothing, as on all ranks but the first.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)

@@ -37,7 +37,7 @@ class Text:
 
     Attributes:
         context: number of tokens of the prompt.
-        right: for each drafter, the number of drafted tokens that agree with the text.
+        right: for each drafter, how many drafted tokens precede the first wrong one.
         proposed: for each drafter, the largest number of tokens that it drafts there.
     """
 

@@ -23,12 +23,9 @@ LEAST_CHANGED, MOST_CHANGED = 0.02, 0.20
 
 @dataclass(frozen=True)
 class Turn:
-    """A request and its recorded answer.
+    """A request and its recorded answer, which is `tokens[answer:]`.
 
-    Attributes:
-        tokens: prompt and answer.
-        answer: index of the answer's first token.
-        prediction: tokens that are passed as the expected answer.
+    `prediction` is passed as the expected answer.
     """
 
     tokens: Sequence[int]
