@@ -9,8 +9,7 @@ for chunk in generator.stream("Once upon a time", max_tokens=100):
 ```
 
 Importing this package does not import mlx: each public name is loaded at its first use.
-On a Linux CPU the package chooses the BLAS (see `blas`) just before mlx is imported for
-the first time, by this package or by any other code (see `before_mlx`).
+On a Linux CPU the package chooses the BLAS (see `blas`) before mlx is first imported.
 """
 
 from mlx_speculation.before_mlx import watch
@@ -140,8 +139,8 @@ __all__ = [
     "vision_stream_generate",
 ]
 
-# Modules of the lazily loaded names that are not in `mlx_speculation.engine`. Add a new
-# name here, to __all__ and, for type checkers, under TYPE_CHECKING above.
+# Modules of the names that are not in `mlx_speculation.engine`. A new name also goes
+# into __all__ and, for type checkers, under TYPE_CHECKING above.
 _HOMES = {
     "Constraint": "samplers",
     "ConstraintState": "samplers",
@@ -167,7 +166,7 @@ watch()
 
 
 def __getattr__(name: str) -> object:
-    # Imported late: the command line handles Ctrl-C only after this module is loaded.
+    # Imported late: until this module is loaded, the command line cannot handle Ctrl-C.
     from importlib import import_module
 
     value: object

@@ -1,7 +1,7 @@
 """Import hook that chooses the BLAS before mlx is loaded, or warns if it is too late.
 
-Every import of the package loads this module, even in the command line, which has to
-start fast. So this module imports only `sys`. `mlx_speculation.blas` does the work.
+Every import of the package loads this module. So that the command line starts fast, it
+imports only `sys`.
 """
 
 import sys
@@ -19,7 +19,7 @@ _USES_MLX = tuple(
 
 
 class _FirstUse:
-    """A module finder that finds nothing; it watches which modules are imported."""
+    """A module finder that finds nothing, but sees the imports."""
 
     done = False
 
@@ -31,8 +31,8 @@ class _FirstUse:
     ) -> "ModuleSpec | None":
         """Choose the BLAS as mlx is imported; warn once if mlx is already loaded.
 
-        The finder stays in `sys.meta_path` afterwards: Python is iterating over that
-        list, and would skip the next finder if this one were removed.
+        The finder stays in `sys.meta_path`: Python iterates over that list here, and
+        would skip the next finder if this one were removed.
         """
         early = fullname == _MLX
         late = fullname in _USES_MLX and _MLX in sys.modules

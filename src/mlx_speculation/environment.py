@@ -52,7 +52,7 @@ def free_memory() -> int | None:
 
 
 def missing_backend(error: ImportError) -> str | None:
-    """Return an error text if the import of mlx failed; None: another import failed."""
+    """Return an error text; None: it was not mlx whose import failed."""
     if (error.name or "").partition(".")[0] != "mlx" and "libmlx" not in str(error):
         return None
     extra = "" if sys.platform == "darwin" else "[cpu]"
@@ -79,27 +79,21 @@ def cores() -> int | None:
 
 
 def usable_cores() -> int:
-    """Return the number of whole cores whose time this process gets, at least 1.
-
-    The CPU quota of a container or service can be lower than the number of cores that
-    the process may use. A quota of 1.5 cores counts as 1.
-    """
+    """Return the number of cores, at most the CPU quota rounded down, at least 1."""
     quota = cpu_quota()
     allowed = cores() or 1
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the CPU quota of this process, in cores.
+    """Return the CPU quota of this process, in cores; None: no quota is set.
 
-    Returns:
-        The smallest quota of the process's control group and its parents; None: no
-        quota is set.
+    It is the smallest quota of the process's control group and the group's parents.
     """
     result = []
     for files, path in _cpu_groups(root):
-        # In a container the path may be the host's path of the group. The container's
-        # own group is then the root, which is the last of the parents.
+        # In a container the path may be the host's. The container's own group is
+        # then the root, which is the last of the parents.
         for group in (path, *path.parents):
             quota = _quota(root / files / group.relative_to("/"))
             if quota is not None:
@@ -108,7 +102,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _cpu_groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield each root folder of control groups, with this process's group below it."""
+    """Yield root folders of control groups, each with this process's group."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -153,10 +147,10 @@ def cpu_model() -> str:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of files that this package can make again.
+    """Return the folder of cached files; None: the home folder is unknown.
 
     The folder is MLX_SPECULATION_CACHE, else mlx-speculation under XDG_CACHE_HOME or
-    ~/.cache (XDG base directory rules). None: the home folder is unknown.
+    ~/.cache (XDG base directory rules).
     """
     named = os.environ.get("MLX_SPECULATION_CACHE")
     if named:

@@ -19,12 +19,9 @@ SpeculationError(Exception)
 └── BlasError(RuntimeError)
 ```
 
-Each class also derives from the built-in exception in brackets, so `except
-ValueError` works for callers that do not know this package. A message says what
-is wrong, names the two values that do not match, and says what to do.
-
-`DrafterFaultWarning`, `ContextLengthNotice`, `DraftNotice`, `SamplerNotice`,
-`BlasNotice` and `CostFileWarning` are warnings: the generation continues.
+Each class also derives from the built-in exception in brackets. A message says what is
+wrong, names the two values that do not match, and says what to do. After a warning the
+generation continues.
 """
 
 
@@ -82,9 +79,9 @@ class ConventionError(ModelFolderError):
 class CacheFileError(SpeculationError, ValueError):
     """Raised when a file of caches cannot be written or loaded.
 
-    Loading fails if the file is missing, truncated, corrupted, of another format or
-    version, or does not match the live caches; the live caches are then unchanged. A
-    failed write leaves an earlier file of the same name as it was.
+    Loading fails if the file is missing, corrupted, of another format or version, or
+    does not match the live caches. The live caches are then unchanged. A failed write
+    leaves an earlier file as it was.
     """
 
 

@@ -10,14 +10,12 @@ Ctrl-C can raise an exception between a round's commit and the count of its toke
         run_a_round()           # no signal is handled here
     # the end of the block handles the signals that have arrived since
 
-An exception of a handler is raised by `checkpoint` or by the `with` statement. In other
-threads both do nothing, since Python runs handlers in the main thread only.
+`checkpoint` or the `with` statement raises the exceptions of handlers. In other threads
+both do nothing, since Python runs handlers in the main thread only.
 
-Python discards exceptions that a finalizer (`__del__`) raises. A finalizer that calls
-`finalize` keeps the exceptions of signal handlers: they are raised afterwards, in the
-code that the finalizer had interrupted. The exception of a handler that runs before the
-finalizer's first instruction is lost. While Python empties its modules, `finalize` does
-nothing; `close_at_exit` has cleaned up before that.
+Python discards exceptions that a finalizer (`__del__`) raises. In `finalize` the
+exceptions of signal handlers are kept, and raised afterwards in the interrupted code.
+The exception of a handler that runs before the finalizer's first instruction is lost.
 """
 
 import atexit
@@ -54,11 +52,8 @@ class DeferredSignals:
     """A block that defers Python's signal handlers; blocks may be nested.
 
     A signal that is repeated after two seconds is handled at once, since the program
-    may hang. Entering and leaving a block takes 2 microseconds.
-
-    Args:
-        checkpoints: whether `checkpoint` may handle signals inside the block. All
-            enclosing blocks have to allow this too.
+    may hang. `checkpoint` handles signals inside the block if this and all enclosing
+    blocks have `checkpoints`. A block takes 2 microseconds.
     """
 
     __slots__ = ("_checkpoints", "_main")
@@ -117,10 +112,8 @@ def finalize(
 ) -> None:
     """Clean up in a finalizer without losing signals that arrive meanwhile.
 
-    Args:
-        clean_up: called once, inside `DeferredSignals`. Its exceptions are raised
-            again, and Python reports them.
-        ending: returns whether Python is shutting down; then `finalize` does nothing.
+    `clean_up` is called once. Its exceptions are raised again, and Python reports them.
+    While Python is shutting down (`ending`), `finalize` does nothing.
     """
     if ending():
         return
@@ -144,8 +137,8 @@ def finalize(
 def close_at_exit(stack: ExitStack) -> None:
     """Close a stack at exit, before Python empties its modules, if it is still open.
 
-    The stack's context managers are generators. Python would end them too late, when
-    their globals are None. The stack of a thread that still runs stays open.
+    Python would end the stack's generators too late, when their globals are None. The
+    stack of a thread that still runs stays open.
     """
     _left_open[id(stack)] = stack, threading.current_thread()
     stack.callback(_left_open.pop, id(stack), None)
@@ -159,11 +152,10 @@ def _close_left_open() -> None:
 
 
 def _raise_later(error: BaseException) -> None:
-    """Raise an error in the main thread when no finalizer runs there.
+    """Raise an error in the main thread once no finalizer runs there.
 
-    A temporary handler of SIGINT raises it. A SIGINT sent here also interrupts a
-    blocking call of the main thread; the user's SIGINT raises the error as well. If
-    other code has replaced the handler meanwhile, that handler receives the signal.
+    A temporary handler of SIGINT raises the error, and a SIGINT is sent to that thread:
+    this also ends a blocking call.
     """
     before = _get(signal.SIGINT)
     if before is None:  # not set from Python, so it could not be restored
@@ -202,7 +194,7 @@ def _in_main_thread() -> bool:
 
 
 def _restore() -> None:
-    """Restore the handlers; pass on an exception that a handler raises meanwhile."""
+    """Restore the handlers; raise what a handler raises meanwhile."""
     _open.clear()  # first: from here on `_receive` calls the handlers at once
     for number, handler in _handlers.items():
         if _get(number) is _receive:  # else other code has set a handler since
@@ -210,13 +202,13 @@ def _restore() -> None:
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
-    """Record a signal; replaces every handler that is written in Python."""
+    """Record a signal, in place of its handler."""
     came = _waiting.get(number)
     now = time.monotonic()
     if _open and (came is None or now - came < _IMPATIENT):
         _waiting.setdefault(number, now)
         return
-    # The signal was repeated after `_IMPATIENT`, or the handlers are being restored.
+    # The signal was repeated, or the handlers are being restored.
     _waiting.pop(number, None)
     _handlers[number](number, frame)
 

@@ -1,7 +1,4 @@
-"""JSON: reading of untrusted texts within limits, and atomic writing of files.
-
-Errors name neither the file nor a remedy: the callers, which know them, add both.
-"""
+"""JSON: reading of untrusted texts within limits, and atomic writing of files."""
 
 import json
 import os
@@ -13,10 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# Levels of nesting. Python's parser recurses once per level on the interpreter's stack.
-DEEPEST = 200
-# The largest file. The index of a model with 100,000 tensors has about 10 MB.
-LARGEST = 1 << 26  # bytes
+DEEPEST = 200  # levels of nesting; Python's parser recurses once per level
+LARGEST = 1 << 26  # bytes of a file; the index of 100,000 tensors has about 10 MB
 
 # The search stays linear: an unclosed string matches up to the end of the text.
 _STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
@@ -24,14 +19,13 @@ _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 class JsonFlawError(ValueError):
-    """Flaw of a JSON text or file; its message lacks a subject, as in "is not JSON"."""
+    """Flaw of a JSON text. The message lacks a subject, as in "is not JSON"; add it."""
 
 
 def parse_json(
     text: str | bytes,  # bytes are UTF-8
     *,
-    # Refuse objects with a repeated key; Python would keep the last value
-    unique_keys: bool = False,
+    unique_keys: bool = False,  # refuse repeated keys; Python would keep the last value
     finite: bool = False,  # refuse NaN and infinity: Python accepts them, JSON does not
     deepest: int = DEEPEST,  # maximum depth of nested arrays and objects
 ) -> Any:
@@ -61,17 +55,12 @@ def parse_json(
 def load_json(file: Path, *, most: int = LARGEST, unique_keys: bool = False) -> Any:
     """Return the value of a JSON file.
 
-    Args:
-        file: a regular file; reading another kind, such as a pipe, could block.
-        most: the maximum size in bytes.
-        unique_keys: see `parse_json`.
-
     Raises:
-        JsonFlawError: the file is missing, unreadable, not regular or too large, or
-            `parse_json` refuses its text.
+        JsonFlawError: the file is missing, unreadable, not regular or larger than
+            `most` bytes, or `parse_json` refuses its text.
     """
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
+        if not stat.S_ISREG(file.stat().st_mode):  # a pipe could block
             raise JsonFlawError("is a folder or a device, not a regular file")
         with file.open("rb") as opened:
             text = opened.read(most + 1)

@@ -17,14 +17,9 @@ T = TypeVar("T")
 class MeasuredFile:
     """A JSON file in the cache folder that holds the measurements of one key.
 
-    Args:
-        folder: the name of the file's folder in the cache folder.
-        version: the version of the format of the fields.
-        key: the measured thing, as JSON; None: nothing is read or written.
-        lost: a sentence for warnings, on the consequence of an unusable file.
-
-    Attributes:
-        path: the file; None: nothing is read or written.
+    `key` is the measured thing. `version` is of the format. `folder` names a folder in
+    the cache folder. `lost` is a sentence for warnings: what an unusable file entails.
+    With `key` None, `path` is None and nothing is read or written.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Fields of dataclasses that are also options of the command line.
-
-The command line reads them; the dataclasses do not depend on the command line.
-"""
+"""Fields of dataclasses that are also options of the command line."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -12,12 +9,9 @@ def option(
 ) -> Any:
     """Declare an option: a dataclass field, or the default of a command's parameter.
 
-    Args:
-        default: the default of the field; `dataclasses.MISSING`: the field is required.
-        help: one line for the user.
-        names: the option's names with their dashes; none: the name of the field.
-        panel: the panel of the help that shows the option; None: the dataclass's panel.
-        more: further arguments of `typer.Option`, such as bounds.
+    With `default` `dataclasses.MISSING` the field is required. `names` have dashes;
+    none: the name of the field. `panel` shows the option in the help; None: the panel
+    of the dataclass. `more` are arguments of `typer.Option`, such as bounds.
     """
     given = {"names": names, "help": help, "panel": panel, **more}
     return field(default=default, metadata={"option": given})

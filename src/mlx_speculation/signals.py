@@ -3,9 +3,9 @@
     first     KeyboardInterrupt in the main thread, between two steps
     second    the process ends within two seconds, whatever it does
 
-Python calls handlers between two bytecodes of the main thread, so a long forward or
-compilation delays handlers. Python also writes the number of each signal to a pipe, at
-once (`signal.set_wakeup_fd`). A thread reads that pipe and ends the process.
+A long forward or compilation delays Python's handlers. So Python also writes the number
+of each signal to a pipe, at once (`signal.set_wakeup_fd`). A thread reads that pipe and
+ends the process.
 """
 
 import os
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ORDERLY_SECONDS = 1.0  # from the second signal to the forced end of the process
+ORDERLY_SECONDS = 1.0  # from the second signal to the forced end
 EXIT_SECONDS = 5.0  # time for remaining threads after the end of a command
 _SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide the cursor
 _RESUMED, _LEFT = 0, 255  # written to the pipe, in addition to numbers of signals
@@ -39,7 +39,7 @@ class Signals:
             raise KeyboardInterrupt
 
     def watch(self) -> None:
-        """Count signals, and end the process after the second one."""
+        """End the process after the second signal."""
         count, number = 0, _RESUMED
         while count < 2:
             number = os.read(self._read, 1)[0]
@@ -55,9 +55,9 @@ _current: Signals | None = None
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the block's code, unless the process ignores them.
+    """Let SIGINT and SIGTERM end the block, unless the process ignores them.
 
-    Outside the main thread this does nothing.
+    In other threads than the main one this does nothing.
     """
     global _current
     handlers = {

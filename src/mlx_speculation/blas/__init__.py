@@ -1,9 +1,8 @@
 """The BLAS that mlx multiplies float32 matrices with on a Linux CPU.
 
-`choose` loads a BLAS before mlx, `automatic` does this for programs that choose none,
-and `threads` sets its number of threads. `loaded` describes the BLAS in use, and
-`openblas_wheel` finds a newer OpenBLAS than the system's. No module of this package
-imports mlx: the linker binds symbols when mlx is loaded, after the choice.
+`choose` loads a BLAS before mlx, and `automatic` does this for programs that choose
+none. `threads` sets its number of threads. `loaded` describes the BLAS in use.
+`openblas_wheel` finds a newer OpenBLAS than the system's. No module here imports mlx.
 """
 
 from mlx_speculation.blas.choose import (

@@ -1,8 +1,7 @@
 """Automatic choice of a BLAS, for programs that choose none themselves.
 
-`mlx_speculation.before_mlx` calls this module. The environment variable
-`MLX_SPECULATION_BLAS` may be "auto" (the default), "openblas" or "stock". No BLAS is
-chosen if mlx computes with CUDA, or if the program has loaded another BLAS before mlx.
+The environment variable `MLX_SPECULATION_BLAS` may be "auto" (the default), "openblas"
+or "stock".
 """
 
 import os
@@ -21,7 +20,7 @@ _CUDA = ("mlx-cuda-13", "mlx-cuda-12")
 
 
 def choose_blas() -> None:
-    """Choose a BLAS, just before mlx is loaded.
+    """Choose a BLAS, before mlx is loaded.
 
     Raises:
         BlasError: the variable is "openblas", and OpenBLAS cannot be used.
@@ -35,7 +34,7 @@ def choose_blas() -> None:
 def say_that_mlx_came_first() -> None:
     """Warn that mlx was loaded with its reference BLAS, if the OpenBLAS wheel is there.
 
-    The warning names the line at which the program imports this package.
+    The warning names the line that imports this package.
     """
     if _left() or wheel_version() is None:
         return
@@ -60,7 +59,7 @@ def wanted_blas() -> BlasName:
 
 
 def _left() -> bool:
-    """Return whether to keep the BLAS: it is chosen or fixed, or mlx may use CUDA."""
+    """Return whether the BLAS stays: one is chosen or loaded, or mlx may use CUDA."""
     return (
         chosen_blas() is not None
         or wanted_blas() == "stock"

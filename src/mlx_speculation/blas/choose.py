@@ -1,21 +1,14 @@
-"""Chooses the BLAS that mlx multiplies float32 matrices with on a Linux CPU.
+"""Choice of the BLAS that mlx multiplies float32 matrices with on a Linux CPU.
 
 The Linux wheel of mlx links the reference BLAS. The cost of its products is linear in
-the number of rows, so verifying k + 1 tokens costs k + 1 steps: drafts cannot pay.
-OpenBLAS exports the same symbols. If it is loaded into the global scope before mlx, mlx
-calls OpenBLAS, and eight rows cost little more than one. The OpenBLAS of a wheel
-(`openblas_wheel`) is preferred to the system's.
+the number of rows, so verifying k + 1 tokens costs k + 1 steps: drafts cannot pay. With
+OpenBLAS eight rows cost little more than one. The logits then differ from single-row
+decoding by rounding, about 1e-5. With the reference BLAS they are equal bit for bit.
 
-With OpenBLAS, verified rows differ from single-row decoding by rounding (about 1e-5 in
-the logits). With the reference BLAS both are equal bit for bit.
-
-OpenBLAS reads its number of threads (`threads`) from the environment while it is
-loaded. The variables are set for that time only, so that child processes do not inherit
-them.
-
-The dynamic linker binds symbols when mlx is loaded. So this module imports no mlx, and
-`use_blas` loads nothing once `mlx.core` is imported. The choice matters for float32 on
-the CPU only. On macOS mlx uses Accelerate, and there is no choice.
+OpenBLAS exports the same symbols. mlx calls it if it is loaded into the global scope
+first, since the dynamic linker binds symbols when mlx is loaded. So this module imports
+no mlx, and `use_blas` loads nothing once `mlx.core` is imported. On macOS mlx uses
+Accelerate, and there is no choice.
 """
 
 import ctypes
@@ -38,17 +31,11 @@ _LIBRARY = "libopenblas.so.0"  # the system's
 
 @dataclass(frozen=True, slots=True)
 class BlasChoice:
-    """The BLAS in use, with a line about it for printing.
+    """The BLAS in use."""
 
-    Attributes:
-        name: The BLAS that mlx will use: "openblas", "stock" or "accelerate"; "other"
-            if a BLAS that this package does not know was loaded before.
-        detail: One line for people, e.g. "OpenBLAS 0.3.21 (SkylakeX, pthread, 2
-            threads)".
-    """
-
+    # "other": a BLAS that this package does not know was loaded before
     name: Literal["openblas", "stock", "accelerate", "other"]
-    detail: str
+    detail: str  # for people: "OpenBLAS 0.3.21 (SkylakeX, pthread, 2 threads)"
 
 
 class _Process:
@@ -59,18 +46,11 @@ class _Process:
 
 
 def use_blas(name: BlasName = "auto") -> BlasChoice:
-    """Put the named BLAS in front of mlx; call it before the first mlx import.
+    """Choose the BLAS of mlx; call it before the first import of mlx.
 
-    If a program does not call this, "auto" is chosen at the first import of mlx after
-    the import of this package. The BLAS that is already in use may always be named.
-
-    Args:
-        name: "openblas" or "stock" (the BLAS of mlx's wheel); "auto" takes OpenBLAS
-            if it is installed, else the stock one, and keeps another BLAS that was
-            loaded before.
-
-    Returns:
-        The BLAS in use and a line about it.
+    "stock" is the BLAS of mlx's wheel. "auto" keeps another BLAS that was loaded
+    before; else it takes OpenBLAS if it is installed, or the stock one. The BLAS that
+    is already in use may always be named.
 
     Raises:
         BlasError: The BLAS is not installed, or mlx or another BLAS is loaded already.
@@ -97,8 +77,8 @@ def chosen_blas() -> BlasChoice | None:
 def blas_in_use() -> str:
     """Return the name of the BLAS that mlx uses for float32 on this CPU.
 
-    If other code has loaded a BLAS globally after the import of mlx, that BLAS is
-    named, although mlx may not use it.
+    A BLAS that other code loads globally after mlx is named too, though mlx may not
+    use it.
     """
     if sys.platform == "darwin":
         return "Accelerate"
@@ -110,10 +90,7 @@ def blas_in_use() -> str:
 
 
 def thread_settings() -> str | None:
-    """Return the number of threads of OpenBLAS, and the reason for it, in one line.
-
-    None: this package has not loaded OpenBLAS.
-    """
+    """Describe the threads of OpenBLAS; None: this package has not loaded it."""
     return None if _Process.threads is None else str(_Process.threads.plan)
 
 
@@ -124,7 +101,7 @@ def text_threads(*, exact: bool) -> AbstractContextManager[None]:
 
 
 def _openblas() -> str | None:
-    """Describe the OpenBLAS in use and the numbers of threads that it may have."""
+    """Describe the OpenBLAS in use, with its numbers of threads."""
     plan = None if _Process.threads is None else _Process.threads.plan
     return describe_openblas(None if plan is None else plan.numbers)
 
@@ -185,7 +162,10 @@ def _use_openblas(*, required: bool) -> BlasChoice:
 
 
 def _load(library: str) -> None:
-    """Load an OpenBLAS into the global scope, with its threads."""
+    """Load an OpenBLAS into the global scope.
+
+    It reads its number of threads from variables, which child processes do not inherit.
+    """
     plan = plan_threads(usable_cores(), os.environ)
     variables = plan.environment()
     before = {name: os.environ[name] for name in variables if name in os.environ}

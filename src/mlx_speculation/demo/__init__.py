@@ -1,9 +1,6 @@
 """The demonstration models of the repository, and the bundled prompts.
 
-There are three small targets, one for each kind of cache (dense, sliding, hybrid), a
-draft model that shares their tokenizer, an assistant for the sliding target, and an
-EAGLE-3 head for the dense target. This module returns the models' folders, and loads no
-model. A package that was installed from a wheel has the prompts only.
+A package that was installed from a wheel has the prompts only.
 """
 
 import json
@@ -31,7 +28,7 @@ class DemoPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A conversation of one or more turns, or the beginning of one text."""
+    """A conversation, or the beginning of one text."""
 
     name: str
     turns: Sequence[str]  # messages of the user
@@ -43,8 +40,9 @@ class Story:
 def demo_models() -> dict[str, Path]:
     """Return the folders of the demonstration models, by name.
 
-    The targets are "dense", "sliding" and "hybrid". "draft" is a draft model for all
-    three, "assistant" drafts for "sliding", and "eagle" for "dense".
+    The targets "dense", "sliding" and "hybrid" have different kinds of caches. "draft"
+    is a draft model for all three, "assistant" drafts for "sliding", and "eagle" for
+    "dense".
 
     Raises:
         DemoModelsMissingError: A folder is not in this installation.

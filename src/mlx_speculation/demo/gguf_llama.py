@@ -1,8 +1,4 @@
-"""A Llama model in a GGUF file, converted to a folder that mlx-lm loads.
-
-mlx reads the file. This module renames its weights, reorders rows for rotary
-embeddings, and makes a tokenizer from the metadata.
-"""
+"""Conversion of a Llama model in a GGUF file to a folder that mlx-lm loads."""
 
 import json
 from pathlib import Path
@@ -34,9 +30,8 @@ _CONTROL = 3  # type of control tokens, such as the end of a turn
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write config.json, bfloat16 weights and the tokenizer of a GGUF file.
 
-    Args:
-        file: a model of architecture "llama", with a byte-level BPE tokenizer.
-        folder: an existing folder, which the files are written to.
+    The model has the architecture "llama" and a byte-level BPE tokenizer. The folder
+    exists.
 
     Raises:
         ModelFolderError: the file cannot be read, or is of another kind.
@@ -119,7 +114,7 @@ def _dense(value: mx.array, tensors: dict[str, mx.array], path: str) -> mx.array
 
 
 def _halved(weight: mx.array, heads: int) -> mx.array:
-    """Reorder rows as mlx-lm does: a rotary pair's rows are half a head apart."""
+    """Put the rows of rotary pairs half a head apart, as mlx-lm has them."""
     rows, dim = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, dim)
     return pairs.swapaxes(1, 2).reshape(rows, dim)

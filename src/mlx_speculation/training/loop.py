@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, and saved states.
 
-The loop ends when all steps are taken, when evaluations no longer improve, when the
-time is up, or at Ctrl-C. In the last two cases the training can be resumed.
+The loop ends after all steps, when evaluations no longer improve, when the time is up,
+or at Ctrl-C. In the last two cases the training can be resumed.
 """
 
 import time
@@ -24,20 +24,16 @@ from mlx_speculation.training.step import TrainingStep
 
 _GAIN = 0.002  # the smallest increase of the mean accepted length that counts
 _SAVED = 45.0  # seconds after which the state is saved again
-_LOOKED = 10  # maximum number of steps of a chunk; losses are read after it
-_CHUNK = 8.0  # the maximum seconds of a chunk, unless one step takes longer
+_LOOKED = 10  # maximum steps of a chunk; losses are read after it
+_CHUNK = 8.0  # maximum seconds of a chunk, unless one step takes longer
 
 
 @dataclass(slots=True)
 class Reports:
     """Progress callbacks; by default they do nothing.
 
-    Attributes:
-        say: called with a line of text.
-        data: called with the number of dialogues so far, and the number wanted.
-        step: called with the progress and the newest mean loss.
-        evaluated: called with the progress after each evaluation.
-        phase: called with the name of each phase when it begins.
+    `data` gets the number of dialogues so far, and the number wanted. `step` gets the
+    newest mean loss.
     """
 
     phase: Callable[[str], None] = lambda name: None
@@ -54,7 +50,7 @@ class TrainingLoop:
     options: TrainOptions
     fixed: dict[str, Any]  # options that a resumed training may not change
     trainee: Trainee
-    stepper: TrainingStep  # makes gradients and applies them
+    stepper: TrainingStep
     optimizer: optim.Optimizer
     batches: RowBatches
     progress: Progress
@@ -116,7 +112,7 @@ class TrainingLoop:
         losses: list[mx.array] = []
         while progress.step < stop:
             losses.append(self._step())
-            # mlx computes this step while Python builds the graph of the next one.
+            # mlx computes this step while Python builds the next one's graph.
             mx.async_eval(losses[-1], self.trainee.module.state, self.optimizer.state)
             if len(losses) > 1:
                 mx.eval(losses[-2])
@@ -160,7 +156,7 @@ class TrainingLoop:
             }
         )
         if not progress.step:
-            pass  # before the first step: an untrained draft is not written
+            pass  # an untrained draft is not written
         elif length > progress.best[0] + _GAIN:
             progress.best, progress.stale = (length, progress.step), 0
             self.keep()

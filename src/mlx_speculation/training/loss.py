@@ -1,6 +1,6 @@
 """Loss of a drafter against its target's distribution.
 
-At each slot (position to draft from) the drafter learns the target's distribution:
+At each slot (position to draft from):
 
     loss = KL(target || draft) + hard * -log draft(the target's likeliest token)
 
@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-# Either a number n, meaning slots 0 to n - 1, or the slots themselves, int32 [rows, n]
+# A number n: slots 0 to n - 1; an array: the slots themselves, int32 [rows, n]
 Slots = int | mx.array
 
 
 class Teacher(NamedTuple):
     """The target's distribution after each position, [rows, positions, ...]."""
 
-    logits: mx.array  # of the draft's ids, [rows, positions, ids]
-    # int32 [rows, positions], the column in `logits` of the likeliest of all tokens; -1
-    # if that token is not among the draft's ids
+    logits: mx.array  # of the draft's ids
+    # int32, the column in `logits` of the likeliest token; -1: the draft lacks its id
     likeliest: mx.array
 
     def of_slots(self, first: int, slots: Slots) -> "Teacher":
@@ -44,14 +43,11 @@ def distance(
 ) -> mx.array:
     """Return the weighted sum of the loss, float32 [].
 
-    The gradient is computed with an explicit formula: automatic differentiation would
-    hold several float32 arrays of the size of the logits.
+    `logits` are the draft's, [rows, slots, ids]; `teacher` is of the same slots, and
+    `weights` are float32 [rows, slots].
 
-    Args:
-        logits: the draft's logits, [rows, slots, ids].
-        teacher: the target's distributions at the same slots.
-        weights: float32 [rows, slots]; slots of weight 0 do not count.
-        hard: the weight of the term of the likeliest token.
+    The gradient has an explicit formula: automatic differentiation would hold several
+    float32 arrays of the size of the logits.
     """
     wanted = mx.logsumexp(teacher.logits.astype(mx.float32), axis=-1, keepdims=True)
     columns = teacher.likeliest[..., None]

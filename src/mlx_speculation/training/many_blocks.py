@@ -6,8 +6,7 @@ The block of slot i equals the block of a round whose newest token is token i + 
     block      token i + 1 (the anchor) and mask tokens, at positions i + 1, i + 2, ..
 
 A block attends to its context and to itself, not to other blocks. Training calls the
-drafter as a round does, but passes a `BlocksCache` with the slots of the blocks. With
-this cache, attention computes all blocks.
+drafter as a round does, but with a `BlocksCache`. Attention then computes all blocks.
 """
 
 from typing import Any
@@ -20,11 +19,10 @@ from mlx_speculation.training.unroll import recomputed
 
 
 class BlocksCache:
-    """Cache argument of a layer, in place of a `KVCache`, to run many blocks of a row.
+    """Argument of a layer in place of a `KVCache`, to run many blocks of a row.
 
-    Args:
-        slots: the slot of each block, int32 [rows, blocks].
-        checkpoint: whether the backward pass recomputes each layer.
+    `slots` has the slot of each block, int32 [rows, blocks]. With `checkpoint` the
+    backward pass recomputes each layer.
     """
 
     def __init__(self, slots: mx.array, *, checkpoint: bool = False) -> None:
@@ -32,7 +30,7 @@ class BlocksCache:
 
 
 class _BlocksAttention(DFlashAttention):
-    """DFlash's attention; with a `BlocksCache` it computes many blocks of a row."""
+    """DFlash's attention, which also takes a `BlocksCache`."""
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         """Attend from blocks [rows * blocks, block, dim] to context [rows, n, dim]."""
@@ -52,7 +50,7 @@ class _BlocksAttention(DFlashAttention):
 
 
 class _BlocksLayer(DFlashLayer):
-    """DFlash's layer; the backward pass recomputes it on the cache's request."""
+    """DFlash's layer, which the backward pass recomputes if the cache says so."""
 
     def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         layer = super().run
@@ -86,19 +84,13 @@ def attend_blocks(
 
     There are rows * heads * blocks * block * n attention weights over the context.
 
-    Args:
-        queries: [rows * blocks, heads, block, size].
-        context: keys and values, each [rows, kv_heads, n, size].
-        block_kv: keys and values of the blocks, each
-            [rows * blocks, kv_heads, block, size].
-        slots: the last context position that a block sees, int32 [rows, blocks].
-        scale: the factor of the products of queries and keys.
-
-    Returns:
-        [rows * blocks, heads, block, size]
+        queries, result   [rows * blocks, heads, block, size]
+        context           keys and values, each [rows, kv_heads, n, size]
+        block_kv          likewise of the blocks, [rows * blocks, kv_heads, block, size]
+        slots             int32 [rows, blocks]
     """
     rows, blocks = slots.shape
-    # Without contiguous arrays the product would run one kernel for each row.
+    # On other arrays the product would run one kernel for each row.
     keys, values, own_keys, own_values = map(mx.contiguous, (*context, *block_kv))
     kv_heads, n, size = keys.shape[1:]
     block = queries.shape[2]

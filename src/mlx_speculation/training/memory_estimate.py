@@ -26,10 +26,9 @@ _GB = 1e9
 
 @contextmanager
 def memory_limit(gb: float | None) -> Iterator[None]:
-    """Limit mlx's memory inside the block, and its cache to a quarter of the limit.
+    """Limit mlx's memory to `gb` 10^9 bytes, and its cache to a quarter of that.
 
-    Args:
-        gb: the limit in 10^9 bytes; None: mlx's limits are not changed.
+    None: the limits stay as they are.
     """
     if gb is None:
         yield
@@ -52,12 +51,8 @@ def choose_checkpoint(
 ) -> tuple[bool, int]:
     """Return whether to use gradient checkpointing, and the bytes that training needs.
 
-    Args:
-        options: of the training.
-        model: the target.
-        trainee: the drafter.
-        config: the target's config.json, or its `text_config`.
-        item: bytes per number in the drafter's forward.
+    `config`: the target's config.json, or its `text_config`. `item`: bytes per number
+    in the drafter's forward.
 
     Raises:
         InvalidRequestError: the memory is not enough.
@@ -87,10 +82,7 @@ def _batch_bytes(
     config: Mapping[str, Any],
     item: int,
 ) -> tuple[int, int]:
-    """Return the bytes for gradients of a batch, without checkpoints and with them.
-
-    `width` is the number of the target's logits.
-    """
+    """Return the bytes for gradients of a batch, without checkpoints and with them."""
     dim = int(config.get("hidden_size") or 1024)
     heads = int(config.get("num_attention_heads") or max(1, dim // 64))
     ids = width if trainee.ids is None else trainee.ids.size

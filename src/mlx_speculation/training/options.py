@@ -12,7 +12,7 @@ _BLOCKS = ("dflash", "dspark")
 DATA = "Data"
 BLOCK, ANCHORS, BLOCK_LAYERS, RANK = 8, 128, 3, 64
 LENGTH = "Length and evaluation"
-# Options that may differ when a training is resumed.
+# Options that a resumed training may change
 _FREE = (
     "minutes",
     "patience",
@@ -165,10 +165,10 @@ class TrainOptions:
     )
 
     def check(self) -> None:
-        """Refuse values that are out of range or contradict each other.
+        """Check the values.
 
         Raises:
-            InvalidRequestError: a value is refused; the message names its option.
+            InvalidRequestError: a value is out of range, or contradicts another one.
         """
         if self.kind not in get_args(Kind):
             raise InvalidRequestError(
@@ -240,7 +240,7 @@ class TrainOptions:
         return usual if self.draft_vocab is None else self.draft_vocab
 
     def fixed(self) -> dict[str, Any]:
-        """Return the options that may not differ when the training is resumed."""
+        """Return the options that a resumed training may not change."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["draft_vocab"] = self.vocabulary
         return {

@@ -2,7 +2,6 @@
 
 Optimizer steps and a few tokens of dialogues are timed on made-up text before any file
 is written. Each phase has a share of the minutes; sizes are reduced until they fit.
-If even the smallest training does not fit, the error names the minutes that it needs.
 
     phase       share        what has to fit into the share
     dialogues   DATA         the held-out dialogues and one batch to learn from
@@ -25,7 +24,7 @@ from mlx_speculation.training.options import TrainOptions
 
 DATA, STEPS, EVALUATION = 0.35, 0.4, 0.06
 LEAST_STEPS = 50
-TRIAL = 0.05  # the share of the time that the next larger timed step may take
+TRIAL = 0.05  # share of the minutes that the next larger timed step may take
 LEAST_DIALOGUES = 8  # minimum of a reduced batch, and of held-out dialogues
 _NARROWEST = 64  # rows are not reduced to fewer slots
 _DATA_SIZES = ("held_out", "batch", "answer_tokens")  # in the order of reduction
@@ -37,11 +36,11 @@ _LEAST = {
     "rows": 1,
     "slots": _NARROWEST,
 }
-_FORWARD = 0.4  # time of a position in an evaluation, relative to training
+_FORWARD = 0.4  # seconds per position of an evaluation, relative to training
 
-# Shares of the minutes after timing. A batch of dialogues that would end after
-# DATA_SHARE is not begun; at DATA_END, answers that are being written are cut; by
-# STEPS_END, the last evaluation must be complete.
+# Shares of the minutes after timing. No batch of dialogues begins that would end after
+# DATA_SHARE. Unfinished answers are cut at DATA_END. The last evaluation must end by
+# STEPS_END.
 DATA_SHARE, DATA_END, STEPS_END = 0.4, 0.5, 0.88
 _STEP_SHARE = 0.75  # share of the remaining time for steps; the rest: evaluations
 _MOST_EVALUATIONS = 5  # of a training with limited minutes
@@ -76,7 +75,7 @@ class Schedule:
     spent: float = 0.0  # seconds from `began` to the end of timing
 
     def fit(self, options: TrainOptions, rates: Rates) -> Sizes:
-        """Store the rates; return smaller values of options, so that the time suffices.
+        """Store the rates, and return `sized` options for the minutes left.
 
         Raises:
             InvalidRequestError: the minutes are too few for any training.
@@ -97,7 +96,7 @@ class Schedule:
         return until is not None and time.monotonic() + more > until
 
     def running_out(self, share: float) -> Callable[[], bool]:
-        """Return a function to call after each batch; True: no time for one more."""
+        """Return a function to call after each batch; it says whether to stop."""
         last = time.monotonic()
 
         def stop() -> bool:
@@ -114,7 +113,7 @@ class Schedule:
         return max(1, int(_STEP_SHARE * (end - time.monotonic()) / seconds))
 
     def evaluations(self, options: TrainOptions) -> int:
-        """Return the number of evaluations."""
+        """Return the number of evaluations, at most a few if the time is limited."""
         wanted = options.evaluations
         return wanted if self.rates is None else min(wanted, _MOST_EVALUATIONS)
 
@@ -138,11 +137,7 @@ def sized(
 ) -> Sizes:
     """Return smaller values of options, so that the training fits into `seconds`.
 
-    Args:
-        options: the requested options.
-        rates: the times measured on this machine.
-        seconds: the remaining time.
-        spent: seconds that loading, compiling and timing have taken.
+    `spent`: seconds that loading, compiling and timing have taken.
 
     Raises:
         InvalidRequestError: not one step fits; the message names the minutes needed.
@@ -178,9 +173,9 @@ def _reduced(
     names: Sequence[str],
     takes_long: Callable[[TrainOptions], bool],
 ) -> TrainOptions:
-    """Return options; those named by `names` are halved until the time suffices."""
+    """Halve the options `names`, in this order, until `takes_long` is false."""
     while takes_long(options):
-        # Held-out batches smaller than the others would save little.
+        # Smaller batches of held-out dialogues would save little.
         least = _LEAST | {"held_out": max(LEAST_DIALOGUES, 2 * options.batch)}
         name = next((n for n in names if getattr(options, n) > least[n]), None)
         if name is None:
@@ -208,12 +203,8 @@ def position_seconds(
 ) -> float:
     """Return the seconds per slot of a step, timed with steps of growing size.
 
-    Args:
-        run: returns the seconds of a step over rows and slots.
-        rows: rows of the full step.
-        slots: slots of each row of the full step.
-        most: seconds. Timing ends if the next step would take longer than this, or if
-            all steps so far, which may include compilation, took longer together.
+    `run` returns the seconds of a step. Timing ends after a step of `rows` and `slots`,
+    if the next step would take more than `most` seconds, or if all steps so far did.
     """
     began = time.monotonic()
     shape = (1, min(slots, 2 * _NARROWEST))

@@ -3,7 +3,8 @@
     state-STEP.safetensors   weights and the optimizer's moments, float32
     state.json               the progress, the options, and the name of the other file
 
-A training resumed from them takes the same steps as one that was not interrupted.
+state.json is replaced atomically. A resumed training takes the same steps as one that
+was not interrupted.
 """
 
 import json
@@ -28,19 +29,15 @@ class Progress:
 
     steps: int = 0  # planned number of steps; 0: not known yet
     dialogues: int = 0  # number of dialogues to learn from
-    # The token ids of the draft; empty: all
-    ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # of the draft; empty: all
     step: int = 0  # number of steps taken
-    # The greatest mean accepted length, and the step of its evaluation
-    best: tuple[float, int] = (0.0, 0)
+    best: tuple[float, int] = (0.0, 0)  # greatest mean accepted length, and its step
     stale: int = 0  # evaluations since the best one
     seconds: float = 0.0  # spent on steps
-    # Step and mean loss, in order
-    losses: list[list[float]] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)  # step, mean loss
     history: list[dict[str, Any]] = field(default_factory=list)  # evaluations, in order
-    done: bool = False  # whether the training is complete
-    # Options that were reduced so that the training fits into its minutes
-    sized: dict[str, Any] = field(default_factory=dict)
+    done: bool = False
+    sized: dict[str, Any] = field(default_factory=dict)  # options that were reduced
 
 
 def save_state(
@@ -50,11 +47,7 @@ def save_state(
     module: nn.Module,
     optimizer: optim.Optimizer,
 ) -> None:
-    """Write the state of a training.
-
-    The name of the weight file contains the step. state.json names that file and is
-    replaced atomically, so the two always belong together.
-    """
+    """Write the state of a training, the weights first."""
     weights = module.trainable_parameters()
     flat: Any = tree_flatten({"weights": weights, "optimizer": optimizer.state})
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +83,7 @@ def read_progress(folder: Path, options: dict[str, Any]) -> Progress | None:
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Load the weights and the optimizer's state into `module` and `optimizer`.
+    """Load the weights and the optimizer's state.
 
     Raises:
         InvalidRequestError: a file cannot be read.

@@ -29,7 +29,7 @@ class MatrixDecayAdamW(optim.AdamW):
     def apply_single(
         self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]
     ) -> mx.array:
-        """Return the parameter after its update; see `mlx.optimizers`."""
+        """Return the parameter after its update."""
         rule = optim.AdamW if parameter.ndim > 1 else optim.Adam
         updated: mx.array = rule.apply_single(self, gradient, parameter, state)
         return updated
@@ -52,12 +52,8 @@ def new_optimizer(
 class TrainingStep:
     """Steps of one training.
 
-    Args:
-        trainee: the drafter.
-        target: the drafter's teacher.
-        depths: tokens drafted from each slot.
-        dtype: the dtype of the drafter's forward.
-        checkpoint: whether the backward pass recomputes each depth.
+    The drafter drafts `depths` tokens from each slot. Its forward computes in `dtype`.
+    With `checkpoint` the backward pass recomputes each depth.
     """
 
     def __init__(
@@ -98,10 +94,9 @@ class TrainingStep:
         optimizer.update(self._trainee.module, gradients)
 
     def seconds(self, batches: RowBatches) -> float:
-        """Return the seconds of a step without changing the weights.
+        """Return the seconds of a step; the weights do not change.
 
-        The faster of two steps counts: the first one compiles, on a GPU for a minute or
-        more.
+        The faster of two steps counts: on a GPU, the first one compiles for a minute.
         """
         module = self._trainee.module
         kept = module.trainable_parameters()

@@ -100,7 +100,7 @@ def train(
         target: folder or repository of the target.
         out: the draft's folder; made if it does not exist.
         options: the options of the training.
-        reports: callbacks for progress; None: progress is not reported.
+        reports: callbacks for progress; None: no reports.
         trust_remote_code: whether code in the target's folder may run.
 
     Raises:
@@ -116,7 +116,7 @@ def train(
     prompts = [] if options.prompts is None else read_prompts(options.prompts)
     check_target(target)
     folder = model_folder(target)
-    # A record may be published, so it does not contain the paths of folders.
+    # A record may be published, so it contains no paths.
     name = folder.resolve().name if Path(target).is_dir() else str(target)
     with memory_limit(options.memory_gb):
         model, tokenizer = load(folder, trust_remote_code=trust_remote_code)
@@ -126,7 +126,7 @@ def train(
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder that holds other files than those of a training.
+    """Check that a folder is new, empty or of a training.
 
     Raises:
         InvalidRequestError: the folder holds other files, or is itself a file.
@@ -145,10 +145,10 @@ def check_folder(out: Path) -> None:
 
 
 def try_folder(out: Path) -> None:
-    """Make a folder, and refuse one that cannot be written.
+    """Make a folder, and check that it can be written.
 
     Raises:
-        InvalidRequestError: the folder cannot be written.
+        InvalidRequestError: it cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -221,11 +221,7 @@ class Run:
         return TrainingResult(self.out, ended, written, speeds, pairing)
 
     def _fit(self) -> Sizes:
-        """Return smaller values of options, so that the training fits into its minutes.
-
-        Raises:
-            InvalidRequestError: the minutes are too few for any training.
-        """
+        """Time steps and dialogues; return smaller options that fit the minutes."""
         options = self.options
         if options.minutes is None or options.data_only:
             return {}
@@ -294,7 +290,7 @@ class Run:
         progress: Progress,
         evaluated: Sequence[Dialogue],
     ) -> TrainingLoop:
-        """Return the loop with the drafter, which is new or as it was saved."""
+        """Return the loop with a drafter, new or as saved."""
         options, state = self.options, self.out / RUN
         trainee = make_trainee(
             options, self.model, self.tokenizer, self.folder, learned, progress.ids

@@ -8,8 +8,7 @@ position is i + d. The slot attends to the keys that it would see in drafting:
                         depth 1: 0 1 .. i, and i at depth 1
                         depth 2: 0 1 .. i, and i at depths 1 and 2
 
-The head is called as in drafting, but with another cache: an `UnrolledCache` holds the
-keys of the earlier depths, and its mask selects those that a slot sees.
+The head is called as in drafting, but with an `UnrolledCache` for each layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,11 +47,8 @@ class KeysValues(NamedTuple):
 class UnrolledCache:
     """The cache of a layer at one depth, in place of mlx-lm's `KVCache`.
 
-    Args:
-        past: the layer's keys and values of the earlier depths.
-
-    Attributes:
-        newest: the keys and values of this depth; None: not written yet.
+    It has the layer's keys and values of earlier depths, `past`, and those of this
+    depth, `newest` (None: not written yet). Its mask selects the keys that a slot sees.
     """
 
     def __init__(self, past: Sequence[KeysValues]) -> None:
@@ -92,8 +88,7 @@ class UnrolledCache:
 class _SplitAttention(llama.Attention):
     """Llama's attention, which skips products that an `UnrolledCache` masks.
 
-    Of later depths each slot attends to its own keys only. With six depths this takes a
-    third of the work of attention with the full mask.
+    With six depths this is a third of the work of attention with the full mask.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -147,11 +142,9 @@ def _split_attention(
 
 
 def recomputed(module: nn.Module, act: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose inner arrays the backward pass computes again.
+    """Return `act` as a function whose inner arrays the backward pass computes again.
 
-    Args:
-        module: the module whose weights are used.
-        act: takes and returns arrays.
+    `act` takes and returns arrays, and uses the weights of `module`.
     """
 
     @mx.checkpoint
@@ -173,13 +166,10 @@ def unroll(
 ) -> list[Made]:
     """Run a head over recorded text, as if it drafted from every slot.
 
-    Args:
-        model: the head on its target.
-        hidden: the states that slots read at depth 0, [rows, slots, dim].
-        text: the text; a chained head, whose layer k drafts token k, has at least
-            `text.depths` layers. Slot i at depth d reads token i + 1 + d.
-        read: called with each depth, from 0, and its logits [rows, slots, vocab];
-            returns the part to keep; with `text.checkpoint` this must be arrays.
+    `hidden`: the states that slots read at depth 0, [rows, slots, dim]. A chained head,
+    whose layer k drafts token k, needs `text.depths` layers. `read` is called with each
+    depth and its logits [rows, slots, vocab]; with `text.checkpoint` it must return
+    arrays.
 
     Returns:
         The results of `read`, by depth.

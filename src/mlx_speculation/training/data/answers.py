@@ -8,17 +8,17 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-LEAST = 16  # least length of a cut answer; shorter ones cannot evaluate a draft
+LEAST = 16  # least tokens of a cut answer; fewer are not enough to evaluate a draft
 
 
 def write_answers(
-    model: nn.Module,  # the target
+    model: nn.Module,
     prompts: Sequence[Sequence[int]],  # token ids, at least one in each
     *,
     most: int,  # the largest number of tokens of an answer
     temperature: float,  # 0: greedy
     ends: Sequence[int],  # ids that end an answer; the answer includes its end
-    seed: int,  # the seed of the sampling
+    seed: int,
     # Drops tokens whose probability is below this share of the greatest probability
     min_p: float = 0.0,
     # Called after each token from `LEAST` on; True ends all answers at this length

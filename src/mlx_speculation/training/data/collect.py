@@ -1,4 +1,4 @@
-"""Collection of dialogues that the target writes, until there are enough.
+"""Collection of dialogues that the target writes.
 
 Each batch has one temperature. Held-out dialogues come first, half of them greedy, then
 dialogues to learn from. The counts in the file of dialogues determine the next batch,
@@ -21,7 +21,7 @@ from mlx_speculation.training.data.prompts import Messages
 from mlx_speculation.training.options import TrainOptions
 
 TEMPERATURES = (0.0, 0.8)
-_FRUITLESS = 3  # collection fails after so many batches in a row without usable prompts
+_FRUITLESS = 3  # successive batches without usable prompts after which to fail
 
 
 class Collector:
@@ -29,11 +29,10 @@ class Collector:
 
     def __init__(
         self,
-        model: nn.Module,  # the target
-        tokenizer: Any,  # its tokenizer
-        options: TrainOptions,  # of the training
-        # Prompts of a file; empty: the target writes all prompts itself
-        prompts: Sequence[Messages],
+        model: nn.Module,
+        tokenizer: Any,
+        options: TrainOptions,
+        prompts: Sequence[Messages],  # of a file; empty: the target writes all prompts
     ) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
         self._prompts = list(prompts)
@@ -43,7 +42,7 @@ class Collector:
 
     def fill(
         self,
-        dialogues: Dialogues,  # the file to fill
+        dialogues: Dialogues,
         # Called with the number of dialogues, and the number wanted
         report: Callable[[int, int], None],
         # Called before each batch to learn from except the first; True: no more batches
@@ -94,7 +93,7 @@ class Collector:
     def _batch(
         self, dialogues: Dialogues, held_out: float | None, count: int
     ) -> tuple[list[Dialogue], int]:
-        """Return a batch of dialogues, and how many prompts of the file it used.
+        """Return a batch of dialogues, and the number of prompts it used of the file.
 
         `held_out`: the temperature of a held-out batch; None: a batch to learn from.
         """
@@ -127,11 +126,9 @@ class Collector:
     def _conversations(
         self, first: int, count: int, temperature: float, seed: int
     ) -> Iterator[tuple[list[int], list[int], bool]]:
-        """Answer conversations of the file turn by turn.
+        """Answer conversations of the file by turns; yield (prompt, answer, False).
 
-        Yields:
-            Prompt and answer of each turn, and False: the target did not write the
-            prompt.
+        False: the target did not write the prompt.
         """
         taken = [self._prompts[(first + i) % len(self._prompts)] for i in range(count)]
         histories: list[Messages] = [[] for _ in taken]

@@ -7,8 +7,8 @@
     own           uint8 [dialogues], whether the target wrote the prompt too
     temperature   float32 [dialogues], of the answer
 
-The metadata are the target, the number of batches written, and the number of prompts
-used from the file of prompts. The file is replaced atomically.
+The metadata are `target`, `batches` and `used` of `Dialogues`. The file is replaced
+atomically.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,13 +30,12 @@ FORMAT = "mlx-speculation dialogues 1"
 class Dialogue:
     """A prompt and its answer."""
 
-    tokens: NDArray[np.uint32]  # uint32 [n]
-    # bool [n], whether a token is one to learn: those of answers, and those of prompts
-    # that the target wrote, unless the dialogue is held out
+    tokens: NDArray[np.uint32]
+    # Tokens to learn: of answers, and of the target's own prompts unless held out
     counts: NDArray[np.bool_]
-    evaluates: bool  # whether the dialogue is held out for evaluation
-    own_prompt: bool  # whether the target wrote the prompt too
-    temperature: float  # of the answer
+    evaluates: bool  # held out for evaluation
+    own_prompt: bool  # the target wrote the prompt too
+    temperature: float
 
 
 @dataclass(slots=True)
@@ -48,16 +47,13 @@ class Dialogues:
     dialogues: list[Dialogue] = field(default_factory=list)  # those of `file`
     batches: int = 0  # number of batches written
     used: int = 0  # number of prompts used from the file of prompts
-    others: list[Dialogue] = field(default_factory=list)  # from further files
+    others: list[Dialogue] = field(default_factory=list)  # of further files
 
     @classmethod
     def open(cls, file: Path, target: str, more: Sequence[Path] = ()) -> "Dialogues":
         """Return the dialogues of a file; none if the file does not exist.
 
-        Args:
-            file: the file to extend.
-            target: the fingerprint of the target.
-            more: further files, which must exist and are only read.
+        The files in `more` must exist and are only read. `target` is a fingerprint.
 
         Raises:
             InvalidRequestError: a file has another format, or is of another target.
@@ -108,12 +104,7 @@ class Dialogues:
         return [each for each in self.all if each.evaluates]
 
     def add(self, more: Iterable[Dialogue], used: int) -> None:
-        """Add a batch, and write the file anew.
-
-        Args:
-            more: the dialogues of the batch.
-            used: the number of prompts that the batch used from the file of prompts.
-        """
+        """Add a batch, which used `used` prompts of a file, and write all dialogues."""
         self.dialogues.extend(more)
         self.batches += 1
         self.used += used
@@ -150,7 +141,7 @@ def _parted(tensors: dict[str, Any]) -> list[Dialogue]:
             tensors["counts"][begin:end].astype(np.bool_),
             bool(evaluates),
             bool(own_prompt),
-            round(temperature, 6),  # since 0.8 as float32 is another number
+            round(temperature, 6),  # 0.8 as float32 is another number
         )
         for begin, end, evaluates, own_prompt, temperature in zip(
             [0, *ends[:-1]], ends, *columns, strict=True

@@ -15,13 +15,9 @@ _MOST_SPECIAL = 256
 def choose_ids(
     dialogues: Sequence[Dialogue], size: int, width: int, always: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Return the most frequent ids among tokens to learn, in ascending order.
+    """Return the `size` most frequent ids among tokens to learn, in ascending order.
 
-    Args:
-        dialogues: the dialogues in which ids are counted.
-        size: the number of ids to return.
-        width: the number of the target's ids.
-        always: ids that are preferred, whatever their count.
+    Ids in `always` come first, whatever their frequency. The target has `width` ids.
     """
     counts = np.zeros(width, np.int64)
     for each in dialogues:

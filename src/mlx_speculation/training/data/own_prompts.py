@@ -107,13 +107,7 @@ def write_prompts(
     """Return prompts that end where an answer begins, as token ids.
 
     Very short and repeated prompts are left out, so there may be fewer than `count`.
-
-    Args:
-        model: the target.
-        tokenizer: its tokenizer.
-        count: the number of prompts to write.
-        most: the maximum number of tokens of a user's text after its given first words.
-        seed: the seed of first words and sampling.
+    The target adds at most `most` tokens to the given first words of a user's text.
 
     Raises:
         InvalidRequestError: the tokenizer has no token that could begin a prompt.

@@ -1,8 +1,8 @@
 """Rows of one shape, cut from dialogues in an order determined by a seed.
 
-Each pass shuffles the dialogues, joins them to one text and cuts that into rows, so
-rows have no padding. A slot is a position to draft from. The last slots of a row draft
-its last tokens, which are also the first of the next row. No slot is in two rows.
+Each pass shuffles the dialogues, joins them to one text and cuts the text into rows
+without padding. A slot is a position to draft from. Successive rows share tokens but no
+slots: the first tokens of a row are drafted from the last slots of the row before.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,9 @@ from mlx_speculation.training.data.dialogues import Dialogue
 class RowBatch(NamedTuple):
     """Rows of tokens."""
 
-    tokens: NDArray[np.uint32]  # uint32 [rows, tokens]
-    counts: NDArray[np.bool_]  # bool [rows, tokens], whether a token is one to learn
-    # int32 [rows, n], the slots to draft from; None: all
-    slots: NDArray[np.int32] | None = None
+    tokens: NDArray[np.uint32]  # [rows, tokens]
+    counts: NDArray[np.bool_]  # tokens to learn, [rows, tokens]
+    slots: NDArray[np.int32] | None = None  # to draft from, [rows, n]; None: all
 
 
 class RowBatches:

@@ -5,6 +5,5 @@
     mtp_head        the MTP head of a target
     small_model     a small model of the target's family
 
-`new_head` makes the initial weights of the first two. These modules do not depend on
-the training loop.
+`new_head` makes the initial weights of the first two.
 """

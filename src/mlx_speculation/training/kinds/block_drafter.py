@@ -1,7 +1,6 @@
 """A new block drafter for a target, DFlash or DSpark, and its files.
 
-The files have the format of z-lab's DFlash and SpecForge's DSpark: config.json has the
-sizes at its top level and the settings of blocks in `dflash_config`. DFlash drafts one
+The files have the format of z-lab's DFlash and SpecForge's DSpark. DFlash drafts one
 token per mask of a block. DSpark also drafts one token for the anchor, the known token
 that begins a block. DSpark's Markov head adds logits that depend on the token before.
 
@@ -42,12 +41,8 @@ _AT_ONCE = 128  # blocks of a row in a forward without gradients
 class BlockTrainee(NewHead):
     """A block drafter in training.
 
-    Args:
-        options: the kind, the sizes of the drafter and its blocks, the seed.
-        model: the target.
-        config: the content of the target's config.json.
-        ids: token ids to draft, in order; None: all, with the target's output layer.
-        mask: the id of mask tokens.
+    It drafts `ids`; None: all, with the target's output layer. `config` is that of the
+    target. `mask` is the id of mask tokens.
 
     Raises:
         UnsupportedModelError: the layers, entry or norm of the target were not found.
@@ -153,9 +148,7 @@ class BlockTrainee(NewHead):
     def _logits(self, states: mx.array, before: mx.array) -> mx.array:
         """Return logits [rows, blocks, ids] of states [rows, blocks, dim].
 
-        Args:
-            states: the state of one drafted token of each block.
-            before: the recorded token before that token, [rows, blocks].
+        `before`: the recorded tokens before the drafted ones, [rows, blocks].
         """
         logits: mx.array = self.module.logits(states, self.taps)
         markov = self.module.get("markov_head")
@@ -170,9 +163,9 @@ class BlockTrainee(NewHead):
 def begin_near(head: DFlashHead) -> None:
     """Set initial weights that attend to near positions and read the last tapped layer.
 
-    With small random matrices attention would begin as a mean over the whole context,
-    and training would take long to find the position before the anchor. Here queries
-    use the matrix of the keys, so rows attend to similar rows, and most to near ones.
+    Small random matrices would average the whole context, and training would take long
+    to find the position before the anchor. Here queries use the matrix of the keys, so
+    rows attend to similar rows, and most to near ones.
     """
     wide = head.fc.weight
     dim = wide.shape[0]
@@ -199,9 +192,7 @@ def usual_layers(count: int) -> list[int]:
 def mask_id(tokenizer: Any, width: int) -> int:
     """Return the id of the mask: one that the tokenizer does not use, or a special id.
 
-    Args:
-        tokenizer: the target's tokenizer.
-        width: the number of the target's logits.
+    `width` is the number of the target's logits.
     """
     unused = 1 + max(tokenizer.get_vocab().values())
     if unused < width:

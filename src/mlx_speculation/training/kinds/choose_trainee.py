@@ -31,13 +31,7 @@ def make_trainee(
 ) -> Trainee:
     """Return the drafter to train, with its initial weights.
 
-    Args:
-        options: the options of the training.
-        model: the target.
-        tokenizer: the target's tokenizer.
-        folder: the target's folder.
-        learned: the dialogues, from which the ids of a new head are chosen.
-        ids: the ids of a head whose training is resumed; empty: choose them.
+    A new head drafts `ids`; empty: the ids are chosen from the dialogues `learned`.
     """
     if options.kind == "mtp":
         return MtpTrainee(model, tokenizer, folder)
@@ -59,7 +53,7 @@ def make_trainee(
 def check_trainee(
     options: TrainOptions, model: nn.Module, tokenizer: Any, folder: Path
 ) -> None:
-    """Refuse options and targets for which no trainee can be made.
+    """Check that a trainee can be made.
 
     Raises:
         InvalidRequestError: the options name a layer that the target lacks.
@@ -78,8 +72,8 @@ def check_trainee(
 def learning_rate(options: TrainOptions, dim: int) -> float:
     """Return the peak learning rate.
 
-    The rate of a new head falls with the hidden size `dim`: measurements at 576
-    gave 1.5e-3, and 1e-4 to 2e-4 are usual at 4,096.
+    The rate of a new head falls with the hidden size `dim`: measured at 576, 1.5e-3 is
+    good, and 1e-4 to 2e-4 are usual at 4,096.
     """
     if options.rate is not None:
         return options.rate

@@ -1,8 +1,7 @@
 """A new EAGLE-3 head for a target, and its files in a dialect that engines share.
 
-SGLang, SpecForge and vLLM read this dialect. In it `eagle_config` lists the layers, the
-head feeds back its state before the last norm, and each tapped layer has a norm of its
-own before `fc` (EAGLE-3.1).
+SGLang, SpecForge and vLLM read this dialect. The head feeds back its state before the
+last norm. Each tapped layer has a norm of its own before `fc` (EAGLE-3.1).
 """
 
 from collections.abc import Sequence
@@ -26,16 +25,11 @@ from mlx_speculation.training.unroll import Made, Read, Recorded, attend_split, 
 class EagleTrainee(NewHead):
     """An EAGLE-3 head in training.
 
-    Args:
-        model: the target.
-        config: the content of the target's config.json.
-        ids: the token ids to draft, in order.
-        layers: the layers of the target to read; None: the usual three.
-        seed: the seed of the random initial weights.
+    It drafts `ids` and reads `layers` of the target; None: the usual three. `config` is
+    the target's.
 
     Raises:
-        UnsupportedModelError: the layers, embedding or norm of the target were not
-            found.
+        UnsupportedModelError: the target's layers, embedding or norm were not found.
         InvalidRequestError: the target lacks one of `layers`.
     """
 
@@ -78,7 +72,7 @@ class EagleTrainee(NewHead):
         self.eagle = Eagle(self.module, self.taps, self.layers)
 
     def read(self, states: States) -> list[mx.array]:
-        """Return the states that the head reads: the outputs of its layers."""
+        """Return the outputs of the layers that the head reads."""
         return [states.layer(index) for index in self.layers]
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:

@@ -1,7 +1,7 @@
 """Further training of a target's MTP head: most were trained to draft one token.
 
-The head is written to its own folder in the form in which mlx runs it: norm weights are
-the factors that are applied, and one array holds the experts of a layer.
+The head gets its own folder. Its files hold the weights as mlx applies them: norm
+weights are factors, and one array holds the experts of a layer.
 """
 
 from dataclasses import replace
@@ -31,15 +31,11 @@ _FROZEN = ("output", "embedding", "switch_mlp", "gate")
 class MtpTrainee(Trainee):
     """An existing MTP head in training.
 
-    Args:
-        model: the target.
-        tokenizer: its tokenizer, for the probe.
-        folder: the target's folder.
-        convention: the convention of the head's inputs; None: a probe finds it.
+    `folder` is the target's. With `convention` None a probe finds the convention.
 
     Raises:
-        UnsupportedModelError: the family of the target is unknown, or its head cannot
-            be unrolled.
+        UnsupportedModelError: the target's family is unknown, or its head cannot be
+            unrolled.
         ModelFolderError: the folder has no head.
     """
 
@@ -76,7 +72,7 @@ class MtpTrainee(Trainee):
         self._mtp = Mtp(head, self.taps)
 
     def read(self, states: States) -> list[mx.array]:
-        """Return the states before or after the last norm, as the convention says."""
+        """Return the states before or after the last norm, by the convention."""
         return [self._states(states)]
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
@@ -105,7 +101,7 @@ class MtpTrainee(Trainee):
 def unpack(head: nn.Module) -> None:
     """Make the weights of a head float32, and unpack its quantized linear layers.
 
-    Quantized experts stay packed, since experts are not trained.
+    Experts stay quantized, since they are not trained.
     """
     for path, part in head.named_modules():
         for name, layer in part.children().items():

@@ -22,11 +22,8 @@ SPREAD = 0.02  # standard deviation of random matrices
 class NewHead(Trainee):
     """A drafter that reads the outputs of some of its target's layers.
 
-    Args:
-        model: the target.
-        ids: token ids to draft, in order; None: all, with the target's output layer.
-        layers: the layers of the target to read.
-        after_norm: whether the drafter reads the last layer after the norm.
+    It drafts `ids`; None: all, with the target's output layer. With `after_norm` it
+    reads the last layer after the norm.
 
     Raises:
         InvalidRequestError: the target lacks a layer, or a layer is named twice.
@@ -99,12 +96,7 @@ def draw_matrices(module: nn.Module, seed: int) -> None:
 def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -> None:
     """Copy the target's last norm and output rows into a head; draw other matrices.
 
-    Args:
-        head: a module with a last norm, and with an output layer if `ids` is given.
-        taps: hidden states of the target, which give access to its parts.
-        ids: the target's id of each row of the output layer; None: the head has no
-            output layer.
-        seed: the seed of the random matrices.
+    `ids`: the target's id of each output row; None: the head has no output layer.
     """
     draw_matrices(head, seed)
     output: Any = taps.parts.output

@@ -17,9 +17,8 @@ Tensors = dict[str, mx.array]
 def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]]:
     """Return a module's weights in their stored form, and entries for config.json.
 
-    Args:
-        module: the trained module; its quantized layers stay as they are.
-        bits: bits of the matrices of linear and similar layers; None: bfloat16.
+    Matrices of linear and similar layers get `bits` bits; None: bfloat16. Quantized
+    layers stay as they are.
     """
     layers = {path for path, part in module.named_modules() if _can_be_packed(part)}
     flat: Any = tree_flatten(module.parameters())
@@ -46,9 +45,7 @@ def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]
 def id_tensors(ids: mx.array, width: int) -> Tensors:
     """Return d2t and t2d, which map columns of a head's logits to ids of the target.
 
-    Args:
-        ids: the ids of the columns, in ascending order.
-        width: the number of ids of the target.
+    Column i stands for `ids[i]`; these ascend. The target has `width` ids.
     """
     columns = np.array(ids, np.int64)
     known = np.zeros(width, np.bool_)
@@ -59,13 +56,9 @@ def id_tensors(ids: mx.array, width: int) -> Tensors:
 def write_draft(
     folder: Path, tensors: Tensors, config: dict[str, Any], made_by: str = "mlx"
 ) -> None:
-    """Write model.safetensors and config.json, each atomically.
+    """Write model.safetensors and config.json into an existing folder, each atomically.
 
-    Args:
-        folder: an existing folder.
-        tensors: the tensors by name.
-        config: the content of config.json.
-        made_by: the value of "format" in the file's metadata, "mlx" or "pt" (PyTorch).
+    `made_by`: "format" in the metadata of the weights, "mlx" or "pt" (PyTorch).
     """
     partial = folder / "model.partial.safetensors"
     mx.save_safetensors(str(partial), tensors, {"format": made_by})

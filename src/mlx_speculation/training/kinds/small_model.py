@@ -29,12 +29,8 @@ _TOKENIZER = ("*token*", "vocab*", "merges.txt", "chat_template*", "generation_c
 class SmallModelTrainee(Trainee):
     """A draft model in training.
 
-    Args:
-        model: the target.
-        tokenizer: its tokenizer.
-        target: the target's folder, whose tokenizer the draft gets.
-        draft: the draft's folder; if it has no weights, random ones are drawn.
-        seed: the seed of random weights.
+    The folder `draft` holds its config.json. If it holds no weights, random ones are
+    drawn. `target` is the target's folder, whose tokenizer the draft gets.
 
     Raises:
         ModelFolderError: mlx-lm cannot make a model of the draft's config.json.
@@ -74,10 +70,7 @@ class SmallModelTrainee(Trainee):
         return []
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
-        """Draft from all slots; every token is drafted after recorded tokens.
-
-        `text.checkpoint` is ignored.
-        """
+        """Draft from all slots after recorded tokens; ignore `text.checkpoint`."""
         tokens, depths = text.tokens, text.depths
         n = self.slots(tokens, depths)
         check_positions(tokens.shape[1] - 1, 0, self._positions)

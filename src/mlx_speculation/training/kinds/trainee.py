@@ -14,8 +14,8 @@ class Trainee(ABC):
     """A drafter in training; a slot is a position of a text from which it drafts.
 
     Attributes:
-        kind: the value of `TrainOptions.kind`.
-        module: the module with the trained weights; it may also have frozen ones.
+        kind: `TrainOptions.kind`.
+        module: the drafter; it may have frozen weights.
         taps: the target's hidden states that the drafter reads; None: it reads none.
         ids: the target's id of each column of the logits, uint32 [n]; None: all ids.
         first: slot i at depth 0 drafts token i + `first`.
@@ -37,20 +37,16 @@ class Trainee(ABC):
 
     @abstractmethod
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
-        """Draft from slots of recorded text; see `unroll` and `many_blocks`.
+        """Draft from slots of recorded text; return the results of `read`, by depth.
 
-        Args:
-            text: the text and the drafter's inputs.
-            read: called with each depth and its logits [rows, slots, ids].
+        `read` is called with each depth and its logits [rows, slots, ids].
         """
 
     @abstractmethod
     def save(self, folder: Path, bits: int | None) -> None:
-        """Write the drafter's files, ready to be loaded for drafting.
+        """Write the drafter's files into an existing folder, over files there.
 
-        Args:
-            folder: an existing folder; files of the same names are replaced.
-            bits: bits of the drafter's matrices; None: 16-bit numbers.
+        `bits`: bits of the drafter's matrices; None: 16-bit numbers.
         """
 
     def depths(self, wanted: int) -> int:

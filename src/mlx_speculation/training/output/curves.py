@@ -17,13 +17,10 @@ def draw_curves(
     lookup: Mapping[str, Acceptance],
     say: Callable[[str], None],
 ) -> None:
-    """Draw the plot if matplotlib, which is optional, is installed.
+    """Draw the plot, if matplotlib is installed.
 
-    Args:
-        file: the picture; its extension decides the format.
-        progress: the losses and evaluations.
-        lookup: the acceptance of prompt lookup on the same text.
-        say: called if the plot cannot be drawn, which is no error.
+    The file's extension gives the format. `lookup`: of prompt lookup on the same text.
+    `say` is called if the plot cannot be drawn, which is no error.
     """
     if find_spec("matplotlib") is None:
         return

@@ -40,9 +40,9 @@ def described(
 def write_record(
     folder: Path,  # the draft's folder
     target: str,  # the target's name
-    options: Mapping[str, Any],  # the options that a resumed training may not change
+    options: Mapping[str, Any],  # those that a resumed training may not change
     progress: Progress,
-    data: Mapping[str, Any],  # files and counts of the texts
+    data: Mapping[str, Any],  # as from `described`
     lookup: Mapping[str, Acceptance],  # acceptance of prompt lookup on the same text
     ended: str,  # why the training ended, as in `TrainingResult`
     speeds: Speeds | None,  # None: they were not measured

@@ -1,4 +1,4 @@
-"""Tokens per second with and without a draft; speculation.json if the draft pays."""
+"""Tokens per second with and without a draft, and speculation.json if it pays."""
 
 import time
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ PAYS = 1.05  # relative to plain decoding; a smaller gain is within measuring no
 class Speeds:
     """Measured speeds."""
 
-    plain: float  # tokens per second without a draft
+    plain: float  # tokens per second without the draft
     drafted: float  # tokens per second with the draft, at adaptive draft lengths
     length: float  # mean tokens of a round
-    texts: int  # number of texts written with and without draft
-    equal: int  # number of texts that are the same with and without draft
+    texts: int  # number of texts, each written with and without the draft
+    equal: int  # number of texts that are the same in both
 
     @property
     def pays(self) -> bool:
@@ -42,18 +42,10 @@ def measured(
     dialogues: Sequence[Dialogue],
     until: float | None,
 ) -> tuple[Speeds | None, str]:
-    """Measure the speeds of a trained draft.
+    """Return the speeds, and the reason why speculation.json should not name the draft.
 
-    Args:
-        model: the target.
-        tokenizer: its tokenizer.
-        draft: the draft's folder.
-        dialogues: dialogues whose prompts are answered.
-        until: the time of `time.monotonic` to end by; None: no limit.
-
-    Returns:
-        The speeds (None: not measured), and the reason why speculation.json should not
-        name the draft (empty: none).
+    Speeds are None if not measured; the reason is empty if there is none. `until` is a
+    time of `time.monotonic`; None: no limit.
     """
     prompts = [
         [int(token) for token in each.tokens[: int(each.counts.argmax())]]
@@ -66,7 +58,7 @@ def measured(
         speeds = _by_turns(generator, prompts, until)
     except ConventionError as error:  # the head has learned almost nothing
         return None, f"It drafts no better than by chance. {error}"
-    except SpeculationError as error:  # not raised: the training itself is complete
+    except SpeculationError as error:  # not raised, since the training is complete
         return None, f"Its speed could not be measured. {error}"
     if speeds is None:
         return None, (
@@ -83,7 +75,7 @@ def _by_turns(
     prompts: Sequence[list[int]],
     until: float | None,
 ) -> Speeds | None:
-    """Write greedy answers, each with and without draft; None: there is no time."""
+    """Write greedy answers, each with and without draft; None: no time for one."""
     longest = 0.0  # estimated seconds to write a text with and without draft
 
     def over() -> bool:
@@ -120,15 +112,11 @@ def _by_turns(
 
 
 def pair_with(target: Path, draft: Path, kind: str) -> str:
-    """Name a draft in the target's speculation.json, so that `draft="auto"` uses it.
+    """Name a draft in the target's speculation.json; return a line for the user.
 
-    Args:
-        target: the target's folder.
-        draft: the draft's folder, inside of the target's folder or of its parent.
-        kind: the kind of the draft in speculation.json, such as "eagle" or "model".
-
-    Returns:
-        A line for the user. An existing speculation.json is not changed.
+    An existing speculation.json is not changed. `draft="auto"` uses the draft only if
+    its folder is inside the target's folder or its parent. `kind`: as in
+    speculation.json, such as "eagle" or "model".
     """
     file, target, draft = target / NAME, target.resolve(), draft.resolve()
     if not draft.is_relative_to(target.parent):
