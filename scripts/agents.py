@@ -45,7 +45,7 @@ Sessions = Sequence[Sequence[Turn]]
 
 
 def others() -> dict[str, Callable[[], Arm]]:
-    """Return the lookups of other engines; their drafts do not depend on costs."""
+    """Return the lookups of other engines, by name."""
     result: dict[str, Callable[[], Arm]] = {
         "prompt lookup as vLLM's": partial(PromptLookup, 3, 5, latest=True),
         "prompt lookup as transformers'": partial(PromptLookup, 1, 3, latest=False),
@@ -75,7 +75,7 @@ def figures(tally: Tally, cost: float) -> dict[str, float]:
 
 
 def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
-    """Return the figures of our lookup, whose rule knows the cost, at each cost."""
+    """Return the figures of our lookup at each cost, which its rule knows."""
     return {
         name: figures(run(Ours(cost, history), sessions), cost)
         for name, cost in COSTS.items()
@@ -83,7 +83,7 @@ def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
 
 
 def compare(arms: Mapping[str, Sessions], *, history: bool = True) -> dict[str, object]:
-    """Return figures: of our lookup on all sets, of the others on the first set."""
+    """Return the figures of our lookup on all sets, and of others on the first."""
     result: dict[str, object] = {}
     for name, sessions in arms.items():
         result[name] = ours(sessions, HISTORY)
@@ -113,7 +113,7 @@ def _say(name: str, result: object) -> None:
 
 
 def main() -> None:
-    """Replay the sessions that the command line names, and the edits."""
+    """Replay sessions and edits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sessions", type=Path, help="JSON lines, .gz or not")
     parser.add_argument("--tokenizer", type=Path, required=True, help="a folder")

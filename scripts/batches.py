@@ -1,11 +1,9 @@
 """Batches: speed with drafts over plain decoding of the same prompts.
 
-The first arm is mlx-lm's BatchGenerator, the second is ours without a draft. For every
-number of rows and group of prompts, the arms take turns on the same prompts. The clock
-starts when all rows are generating and stops at the end of the last text. The batch
-shrinks when a row ends, and the time includes the rounds with fewer rows. Texts are
-compared with mlx-lm's; above temperature 0, with those of the second arm. The script
-fails if two texts differ before a near-tie.
+The first arm is mlx-lm's BatchGenerator, the second is ours without a draft. The arms
+take turns on the same prompts. The clock starts when all rows are generating and stops
+at the end of the last text. The script fails if a text differs from mlx-lm's (above
+temperature 0, from the second arm's) before a near-tie.
 
     python scripts/batches.py
     python scripts/batches.py --target hybrid --draft mtp --batch 8 --batch 32
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import BatchStatistics
 
 PLACES = 2  # places in a forward to try for the row where two texts differ
-# A batch may swap two tokens whose logits differ by less than this, in float32 and in
-# half precision (bfloat16 has steps of 1/8 from 16 to 32).
+# A batch may swap two tokens whose logits differ by less, in float32 and in half
+# precision (bfloat16 has steps of 1/8 from 16 to 32).
 OFF_BY, HALF_OFF_BY = 1e-3, 0.3
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -49,10 +47,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Result of one arm with a job; `speed` is tokens per second of the whole batch."""
+    """Result of one arm with a job."""
 
     texts: list[list[int]]
-    speed: float
+    speed: float  # tokens per second of the whole batch
     stats: "BatchStatistics | None" = None
 
 
@@ -104,7 +102,7 @@ def batches(
 
 
 def prompts_of(texts: list[list[int]], count: int, longest: int) -> list[list[int]]:
-    """Return prompts, cut to `longest`; a text that is used again starts later."""
+    """Return prompts of at most `longest` tokens; a repeated text starts later."""
     prompts = []
     for number in range(count):
         text, cut = texts[number % len(texts)], 7 * (number // len(texts))
@@ -145,7 +143,7 @@ def mlx_lm(bench: "Bench", job: Job) -> Run:
 
 
 def ours(generator: "SpeculativeGenerator", length: int | None, job: Job) -> Run:
-    """Run our batch generator; `length` is that of all drafts, None: adaptive."""
+    """Run our batch generator; `length`: of drafts, None: adaptive."""
     from mlx_speculation import BatchGenerator
 
     options: dict[str, Any] = {"max_tokens": job.tokens, "stop_tokens": ()}
@@ -175,7 +173,7 @@ def compared(
     greedy = jobs[0].samplings[0].greedy
     rows = []
     for name, series in runs.items():
-        compares = greedy or name != first  # else its draws differ
+        compares = greedy or name != first  # mlx-lm draws differently
         reference = runs[first if greedy else second]
         ties = sum(map(partial(near_ties, bench), jobs, series, reference)) * compares
         speeds = [each.speed for each in series]
@@ -199,10 +197,7 @@ def compared(
 
 
 def near_ties(bench: "Bench", job: Job, ours: Run, reference: Run) -> int:
-    """Return how many texts differ from the reference from a near-tie on.
-
-    A difference before a near-tie raises AssertionError.
-    """
+    """Return how many texts differ from a near-tie on; fail if one differs earlier."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 

@@ -1,7 +1,6 @@
 """Writes the page of supported architectures.
 
-The page is made from tests/support/models/census.json, the table with which the tests
-compare each tiny model.
+It is made from tests/support/models/census.json.
 
     PYTHONPATH=tests python scripts/census.py docs/architectures.md
 """

@@ -1,11 +1,9 @@
 r"""Explains each adaptive draft length, or replays a policy on recorded texts.
 
-For every round with an adaptive length, the script prints what the policy knew, the
-chosen draft length, and the result. With --traces, it replays recorded texts at the
-costs of --machine, without a clock (see `bench.replays`); a plain step of a replay
-takes one second. The draft "wrong" always proposes the least probable token of the
-draft model, and so shows the cost of trying a draft that can gain nothing.
-spec_bench.py compares the speeds of fixed and adaptive lengths.
+For every round, the script prints what the policy knew, the chosen draft length, and
+the result. With --traces, it replays recorded texts at the costs of --machine, without
+a clock; a plain step takes one second. The draft "wrong" proposes the least probable
+token of the draft model, and so shows the cost of trying a draft that gains nothing.
 
     python scripts/draft_length.py --draft lookup+model --prompts 1
     python scripts/draft_length.py --traces tests/support/draft_length/traces.npz \
@@ -88,7 +86,7 @@ def replay(
     *,
     explain: bool,
 ) -> None:
-    """Replay pairs of target and draft, by default all, in requests of `tokens`."""
+    """Replay pairs, by default all, in requests of `tokens` tokens."""
     import numpy as np
 
     from bench.replays.replay import judged, machines_of

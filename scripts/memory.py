@@ -1,8 +1,8 @@
 """Peak memory of speculation over many rounds, beside plain decoding, in bytes.
 
 The bound is 1.05 times the peak of mlx-lm's plain decoding of the same number of
-tokens, plus the slack of sliding windows, k + 1 rows of logits, and from
-`Result.memory` the draft's weights and caches and what open rounds need. The peak is
+tokens, plus the slack of sliding windows, k + 1 rows of logits, and the draft's
+weights, its caches and the needs of open rounds as in `Result.memory`. The peak is
 measured after the prefill. The script fails if a peak is above its bound.
 
     python scripts/memory.py --target dense --target sliding --target hybrid
@@ -87,7 +87,7 @@ def measure(
 
 
 def slack(model: Any, prompt: list[int]) -> int:
-    """Return the bytes of sliding caches beyond those of mlx-lm's rotating caches."""
+    """Return the bytes that sliding caches have more than mlx-lm's rotating caches."""
     import mlx.core as mx
     from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 

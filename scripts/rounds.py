@@ -2,20 +2,19 @@
 
 An ideal round takes the time of the draft's steps and of one forward of the target over
 the draft and the token before it. Each step and forward is as fast as in a long run of
-dependent, pipelined forwards of its width (bench/forwards.py). Sampler, commit,
-roll-back and host take no time. So with the observed acceptance
+its width (bench/forwards.py). Sampler, commit, roll-back and host take no time. So with
+the observed acceptance
 
     ideal tokens/s = tokens a round / (k * draft step + forward of k + 1 rows)
     efficiency     = achieved tokens/s / ideal tokens/s
 
-A lookup is taken to draft in no time; rounds without a draft are plain steps. The
-milliseconds of draft, verify, sampler and host are the parts of `engine.timing`:
-medians over the same number of rounds of another stream, with `explain=True`. Those of
-the host should not grow with the context.
+A lookup drafts in no time; rounds without a draft are plain steps. The milliseconds of
+draft, verify, sampler and host are the parts of `engine.timing`: medians over the same
+number of rounds of another stream. Those of the host should not grow with the context.
 
-Rounds and forwards take turns. Each repeat begins a new stream, so that its rounds have
-the same context as the forwards. On a machine that also runs other processes, measure
-with --processor-time and one thread of OpenBLAS.
+Each repeat begins a new stream, so that rounds and forwards have the same context. On a
+machine that also runs other processes, measure with --processor-time and one thread of
+OpenBLAS.
 
     python scripts/rounds.py
     python scripts/rounds.py --draft-length 4 --context 512 --context 8192
@@ -97,30 +96,25 @@ def rounds_(
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Seconds of one repeat; `parts` holds the parts of each explained round."""
+    """Seconds of one repeat."""
 
     achieved: float
     ideal: float
     emitted: int
     wide: float  # a forward over the draft and the token before it
     plain: float  # a forward over one token
-    parts: list[dict[str, float]]
+    parts: list[dict[str, float]]  # of each explained round
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One draft, draft length and context.
-
-    `open` begins a stream whose caches hold the context. `verify` is a forward of a
-    copy of the target, with the same hooks. `step` is a step of the draft, if a model
-    drafts.
-    """
+    """One draft, draft length and context."""
 
     draft: str
     length: int
-    open: "Callable[..., Stream]"
-    verify: "Step"
-    step: "Step | None"
+    open: "Callable[..., Stream]"  # begins a stream whose caches hold the context
+    verify: "Step"  # a forward of a copy of the target
+    step: "Step | None"  # of the draft; None: no model drafts
 
     def repeat(self, rounds: int, count: int, clock: Clock, _: int) -> Taken:
         """Run some rounds, then the forwards that give their ideal time."""
@@ -187,14 +181,14 @@ def cases_of(
     prompt_tokens: int,
     hooked: ExitStack,
 ) -> Iterator[Case]:
-    """Make the cases of one target; its forwards run on a copy with the same hooks."""
+    """Make the cases of one target; forwards run on a copy with the same hooks."""
     from bench.forwards import filled, step_of
     from bench.models import bare
     from mlx_speculation import PrefixCache, SpeculativeGenerator, load
     from mlx_speculation.models import ModelHooks
 
     def hook(each: Any) -> None:
-        """Put on a model the hooks that a generator puts on it for a stream."""
+        """Put a generator's hooks on a model."""
         hooked.callback(ModelHooks(each).remove)
 
     copy = bare(load(bench.folder)[0])
@@ -226,10 +220,9 @@ def draft_of(
     prompt: list[int],
     hook: Callable[[Any], None],
 ) -> tuple[Any, "Step | None"]:
-    """Return a draft, and one of its steps after the prompt.
+    """Return a draft by name, and one of its steps after the prompt.
 
-    `target` is a copy of the target, with hooks. `hook` puts a generator's hooks on a
-    copy.
+    `target` is a copy with hooks. `hook` puts a generator's hooks on a copy.
     """
     from bench.forwards import filled, head_step_of, step_of
     from mlx_speculation import MtpDraft, load

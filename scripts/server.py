@@ -1,12 +1,11 @@
 """Compares our server with mlx-lm's on the same models, through the openai client.
 
 Four servers run as processes: ours and mlx-lm's, each with the draft model and without.
-Only one at a time gets requests. In every pass each server answers the same new prompts
-of concurrent clients, and the order of the servers changes from pass to pass. Passes
-share no prompt, so no server has a prompt in its caches. Times are medians and 95th
-percentiles over all requests; tokens per second are of all clients together. Texts are
-compared with those of our server without a draft. In a batch, greedy texts may differ
-from a near-tie on (docs/exactness.md).
+In every pass they answer the same new prompts, one server after the other, in changing
+order. The clients of a server ask concurrently. Times are medians and 95th percentiles
+over all requests; tokens per second are of all clients together. Texts are compared
+with those of our server without a draft; in a batch, greedy texts may differ from a
+near-tie on (docs/exactness.md).
 
     python scripts/server.py
     python scripts/server.py --clients 1 --clients 8 --requests 32
@@ -104,7 +103,7 @@ def measured(
     clients: int,
     options: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Let the servers answer all passes, the first to warm up; return table rows."""
+    """Let the servers answer all passes, the first as warm-up; return table rows."""
     first, *others = passes
 
     def serve(server: "Server", number: int) -> "tuple[list[Served], float]":
@@ -123,7 +122,7 @@ def row_of(
     turns: "list[tuple[list[Served], float]]",
     reference: "list[tuple[list[Served], float]]",
 ) -> dict[str, Any]:
-    """Return the table row of one server from the texts and seconds of each pass."""
+    """Return the table row of one server from the answers and seconds of each pass."""
     import numpy as np
 
     served = [one for texts, _ in turns for one in texts]

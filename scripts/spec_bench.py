@@ -1,24 +1,21 @@
 """Compares plain decoding, drafts of fixed and adaptive lengths, and mlx-lm's drafts.
 
-All arms decode the same prompt in turns of a few tokens. Tokens per second leave out
-the prefill and the first token, which have a column of their own. `x whole` is the
-ratio of times that include them. `x plain` is the speed over the faster plain decoding,
-ours or mlx-lm's `generate_step`. "length" is the mean accepted length. If a text
-differs from that of plain decoding before a near-tie (docs/exactness.md), the script
-fails and prints no table.
+All arms decode the same prompt, in turns of a few tokens. Tokens per second leave out
+the prefill and the first token, which have a column of their own; `x whole` includes
+them. `x plain` is the speed over the faster plain decoding, ours or mlx-lm's
+`generate_step`. "length" is the mean accepted length. If a text differs from that of
+plain decoding before a near-tie (docs/exactness.md), the script fails.
 
-Prompts are the bundled ones, or those of a question file in Spec-Bench's layout: a line
-is a JSON object with `question_id`, `category` and `turns`. Turns go through the chat
-template of the target; the prompt of a later turn holds plain decoding's answers to the
-earlier ones. The model decides where an answer ends.
+Prompts are the bundled ones, or those of a question file in Spec-Bench's layout
+(bench/prompts.py). Its turns go through the chat template of the target. The prompt of
+a later turn holds plain decoding's answers. The model decides where an answer ends.
 
     python scripts/spec_bench.py
     python scripts/spec_bench.py --target dense --group code --draft lookup
     python scripts/spec_bench.py question.jsonl --target path/of/model --prompts 2 \
         --draft lookup --draft path/of/head%16 --draft lookup+path/of/head
 
-Under mlx.launch, mlx-lm's `shard` spreads the target over the ranks, rank 0 alone has
-the draft, and rank 0 prints:
+Under mlx.launch the target is spread over the ranks, and rank 0 drafts and prints:
 
     mlx.launch --backend nccl -n 2 scripts/spec_bench.py --target path/of/model
 """

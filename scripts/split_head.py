@@ -1,8 +1,7 @@
 """Moves the MTP head of a model from its shards into mtp.safetensors, in a copy.
 
-The new folder holds the model without its head, which plain mlx-lm can load, and the
-head beside it, where `draft="mtp"` and `draft="auto"` find it. The bytes of all tensors
-are copied, whatever their dtype. The last line on standard output is one JSON object.
+Plain mlx-lm can load the shards of the new folder. `draft="mtp"` and `draft="auto"`
+find the head beside them. The last line on standard output is one JSON object.
 
     python scripts/split_head.py path/of/model path/of/new/folder
 """
@@ -43,18 +42,17 @@ SIDECAR = "mtp.safetensors"
 class Split:
     """The files that were written."""
 
-    folder: Path
-    head: tuple[str, ...]  # names of its tensors
-    trunk: int  # how many tensors the shards hold
-    # Encoding of the head's norms in the shards; None: not known
-    norms: Norms | None
+    folder: Path  # the new folder
+    head: tuple[str, ...]  # names of the head's tensors
+    trunk: int  # number of tensors in the shards
+    norms: Norms | None  # encoding of the head's norms in the shards; None: not known
 
 
 def split_head(folder: Path, out: Path) -> Split:
     """Write a model folder in which the head is in mtp.safetensors.
 
-    If the norms of the head are stored minus 1, the new config.json says so, since the
-    shards no longer show it. `out` must not exist; `folder` is not written to.
+    Names, dtypes and bytes of all tensors stay. If the norms of the head are stored
+    minus 1, the new config.json says so, since the shards no longer show it.
 
     Raises:
         ModelFolderError: there is no head in the shards, one is beside them, or `out`
@@ -95,7 +93,6 @@ def split_head(folder: Path, out: Path) -> Split:
 
 
 def _kind(config: dict[str, Any]) -> tuple[str, int]:
-    """Return a model's module and its number of layers, without weights."""
     from mlx_lm.utils import _get_classes
 
     try:
@@ -141,6 +138,8 @@ def _write(
     tensors: Mapping[str, tuple[Path, TensorPlace]],
     metadata: dict[str, str],
 ) -> None:
+    """Write a file of tensors whose bytes lie in other files."""
+
     def item_size(name: str) -> float:
         _, place = tensors[name]
         return (place.end - place.begin) / max(1, prod(place.shape))

@@ -53,7 +53,7 @@ ROUNDS, PLAIN_ROUNDS = 16, 48
 
 
 class Recorded(Draft):
-    """Asks another draft for long proposals, keeps them, and proposes nothing."""
+    """Keeps the long proposals of another draft, and proposes nothing."""
 
     def __init__(self, inner: Draft) -> None:
         self.inner = inner
@@ -63,13 +63,13 @@ class Recorded(Draft):
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> Drafter:
-        """Return the drafter of a stream, and forget the previous stream's drafts."""
+        """Return the drafter of a stream; forget the drafts of the previous one."""
         self.drafts = {}
         return Recorder(self.inner.open(lane, sequence, draft_cache), self.drafts)
 
 
 class Recorder:
-    """The drafter of one stream, which keeps its drafts by the tokens before them."""
+    """The drafter of one stream; `drafts` are by the number of tokens before them."""
 
     def __init__(self, inner: Drafter, drafts: dict[int, list[int]]) -> None:
         self._inner, self._drafts = inner, drafts

@@ -1,12 +1,12 @@
-"""Parts of the benchmarks: options, prompts, models, arms, reports.
+"""Parts of the benchmarks.
 
     options     the options of the command lines, and the bundled models by name
     report      runs a benchmark: selects the BLAS, prints a table and a line of JSON
-    turns       lets arms take turns; ratios of their times
+    turns       arms that take turns
     prompts     bundled prompts, and question files in Spec-Bench's layout
     models      a target, and its drafts by name
     arms        ways to decode one prompt, token by token
-    series      results of each arm over all prompts: speed, acceptance, compared texts
+    series      results of each arm over all prompts
     forwards    steady-state times of forwards
     servers     our server and mlx-lm's, and their clients
     replays     draft length policies and lookups on recorded texts, without a model

@@ -1,8 +1,7 @@
 """Ways to decode one prompt, token by token.
 
 An arm begins a job and returns a run, which is timed slice by slice. The first slice is
-the prefill and the first token; its seconds are kept apart. The speed leaves out the
-other tokens of the round that emitted the first token.
+the prefill and the first token. The speed counts the tokens of all later rounds.
 """
 
 import time
@@ -31,36 +30,27 @@ Arrivals = Generator[tuple[int, int], None, None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Task of an arm: a prompt, and the largest number of tokens to generate.
+    """Task of an arm."""
 
-    mlx-lm draws differently from the same seed. The text ends with a token of `stop`.
-    """
-
-    prompt: list[int]
-    tokens: int
+    prompt: list[int]  # token ids
+    tokens: int  # the largest number of tokens to generate
     sampling: Sampling = GREEDY
-    stop: frozenset[int] = frozenset()
+    stop: frozenset[int] = frozenset()  # tokens that end the text, and are part of it
 
 
 @dataclass(slots=True)
 class Run:
-    """Text that an arm has generated so far, and its times.
+    """Text that an arm has generated so far, and its times."""
 
-    Attributes:
-        arrivals: the tokens that are still to come.
-        first_seconds: time to the first token, prefill included.
-        slices: timed tokens and seconds of each later slice.
-        failure: the error that mlx-lm raised, or None.
-    """
-
-    arrivals: Arrivals
+    arrivals: Arrivals  # the tokens to come
     stop: frozenset[int]
     statistics: Statistics
     tokens: list[int] = field(default_factory=list)
-    first_seconds: float = 0.0
+    first_seconds: float = 0.0  # to the first token, prefill included
+    # Timed tokens and seconds of each later slice
     slices: list[tuple[int, float]] = field(default_factory=list)
     ended: bool = False
-    failure: str | None = None
+    failure: str | None = None  # the error that mlx-lm raised
     _untimed: int = -1  # number of the round that emitted the first token
 
     @property
@@ -70,7 +60,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the timed slices."""
+        """Sum of the seconds of the timed slices."""
         return sum(seconds for _, seconds in self.slices)
 
     def take(self) -> None:
@@ -104,19 +94,13 @@ def settle() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode; `begin` begins a job.
-
-    Attributes:
-        ours: whether its text has to equal plain decoding's at any temperature.
-        draft: the name of the draft; "": plain decoding.
-        length: tokens drafted in a round; None: adaptive.
-    """
+    """One way to decode."""
 
     name: str
     begin: Callable[[Job], Run]
-    ours: bool = True
-    draft: str = ""
-    length: int | None = 0
+    ours: bool = True  # its text has to equal plain decoding's at any temperature
+    draft: str = ""  # name of the draft; "": plain decoding
+    length: int | None = 0  # tokens drafted in a round; None: adaptive
 
 
 def plain_arms(bench: Bench) -> list[Arm]:
@@ -234,7 +218,7 @@ def count_rounds(
 ) -> None:
     """Count mlx-lm's rounds from its flags, which are true for accepted draft tokens.
 
-    A round ends with its only token that was not drafted, or with the job's last token.
+    A round ends with a token that was not drafted, or with the job's last token.
     """
     emitted = accepted = 0
     for index, from_draft in enumerate(flags):

@@ -1,11 +1,10 @@
 """Steady-state times of forwards.
 
-Steady forwards are dependent and pipelined, as in a long run of plain steps: each is
-fed the choice of the previous one, and is submitted before that result is read. After
-each, the caches are rolled back, so the context keeps its length (recurrent states
-advance in forwards of one token). If the model has a round's hooks, the time of a
-forward of w rows is that of verifying w rows without sampler, commit and waits for the
-host.
+A steady forward is fed the choice of the previous one and is submitted before that
+result is read, as in a long run of plain steps. After it the caches are rolled back, so
+that the context keeps its length. Only recurrent states advance, in forwards of one
+token. On a model with a round's hooks, a forward of w rows takes the time of verifying
+w rows without sampler, commit and waits for the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +29,14 @@ from mlx_speculation.models.round_context import rows_of_a_round
 PREFILL = 2048
 WARM_UP = 2  # forwards that are not counted
 
-# A forward that is fed tokens [1, w] and returns the next ones, [1, w].
+# A forward of tokens [1, w], which returns the next ones, [1, w]
 Step = Callable[[mx.array], mx.array]
 
 
 def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     """Return caches of a model, as a generator makes them, that hold some tokens.
 
-    The operations of a round read the tokens in a third of the time on x86-64.
+    The operations of a round read them, in a third of the time on x86-64.
     """
     caches: list[Any] = with_slack(make_prompt_cache(model))
     for start in range(0, len(tokens), PREFILL):
@@ -49,10 +48,9 @@ def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
 
 
 def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Step:
-    """Return a forward of a model over caches, which keep their length.
+    """Return a forward of a model with a round's hooks over caches.
 
-    The model has the hooks of a round. If it drafts, its forwards of one token run like
-    a round's.
+    `drafts`: the model drafts, and its forwards of one token run like a round's.
     """
     rows = [leaf for _, leaf in leaves(caches) if hasattr(leaf, "trim")]
 
@@ -105,8 +103,7 @@ def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
         tokens = chosen
         if index + 1 == WARM_UP:
             started = clock()
-    # A forward is in flight at both readings of the clock. On a CPU it is nearly done,
-    # since `mx.async_eval` blocks while many operations wait.
+    # A forward is in flight at both readings of the clock.
     finished = clock()
     mx.eval(tokens)
     return (finished - started) / count

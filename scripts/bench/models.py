@@ -38,19 +38,19 @@ from mlx_speculation.engine.equivalence.texts import Parting, find_parting
 from mlx_speculation.models import TokenIds, logit_width
 from mlx_speculation.samplers import Chooser
 
-# The bundled drafts that fit one bundled target alone.
+# Bundled drafts that fit one bundled target
 OWN_DRAFTS = {"dense": ["eagle"], "sliding": ["assistant"], "hybrid": ["mtp"]}
 COUNTED = 1_000_000  # characters of source text
 
 
 @dataclass(eq=False)
 class Bench:
-    """A target with its draft model; the target may be spread over a `group`."""
+    """A target with its draft model."""
 
-    name: str
-    folder: Path
+    name: str  # of the target
+    folder: Path  # of the target
     draft_folder: Path
-    group: Any = None
+    group: Any = None  # the ranks that the target is spread over; None: one process
 
     @classmethod
     def of(cls, target: str, draft_model: str = "draft", group: Any = None) -> "Bench":
@@ -96,7 +96,7 @@ class Bench:
     def generator(self, draft: str | None, **options: Any) -> SpeculativeGenerator:
         """Make a generator with a named draft; only the first of several ranks drafts.
 
-        Each generator gets a copy of the draft model, since it puts hooks on its model.
+        Each generator loads the draft model anew, since it puts hooks on its model.
         """
         if self.group is not None and self.group.rank() > 0:
             draft = None
@@ -144,7 +144,7 @@ class Bench:
         width: int,
         places: int | None = None,
     ) -> Parting | None:
-        """Return where a text leaves that of plain decoding; see `find_parting`."""
+        """Return where a text leaves the expected one; see `find_parting`."""
         ids, limit = TokenIds.of(self.tokenizer), logit_width(self.model)
         chooser = Chooser(sampling, ids.width, limit=limit, missing=ids.missing)
         return find_parting(
@@ -170,7 +170,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def always_wrong(model: nn.Module) -> nn.Module:
-    """Make a draft model propose its least probable token, at the usual cost."""
+    """Make a draft model propose its least probable token."""
     kind: Any = type(model)
 
     class Wrong(kind):  # type: ignore[misc]

@@ -61,7 +61,7 @@ Json = Annotated[
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a bundled model; a path is returned as it is."""
+    """Return the folder of a bundled model, or a path as it is."""
     if Path(name).is_absolute() or os.sep in name:  # a path, not a name
         return Path(name)
     return demo_models().get(name, Path(name))

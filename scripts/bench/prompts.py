@@ -1,8 +1,8 @@
 """Prompts of benchmarks: the bundled ones, and question files in Spec-Bench's layout.
 
-A question file has one JSON object a line: `question_id`, `category` and `turns`, the
-consecutive messages of a user. The eight categories that come from MT-Bench count as
-one group, as in Spec-Bench's own tables, unless a line names its `group`.
+A question file has one JSON object a line: `question_id`, `category`, `turns` (the
+messages of a user) and perhaps `group`. Without `group` the category is the group; the
+eight categories of MT-Bench are one, as in Spec-Bench's own tables.
 """
 
 import json
@@ -22,17 +22,12 @@ MT_BENCH = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question of one or more turns.
-
-    `source` is a file or data set. `turns` are the messages of a user, or a text to
-    continue. `chat` says whether they go through the chat template, if the model has
-    one.
-    """
+    """A question of one or more turns."""
 
     group: str
     source: str
-    turns: tuple[str, ...]
-    chat: bool = True
+    turns: tuple[str, ...]  # messages of a user, or a text to continue
+    chat: bool = True  # turns go through the chat template, if there is one
 
     def prompt(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
         """Return a turn's prompt as token ids, given the answers to earlier turns."""
@@ -64,7 +59,7 @@ def read_questions(
     """Return the first questions of each group in a file; None: of all groups.
 
     Raises:
-        ValueError: a line is not a question, or a group has none.
+        ValueError: a line is no question, or a group has none.
     """
     result = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):

@@ -21,17 +21,12 @@ WIDTH = 160  # columns of a table that is written to a file
 
 @dataclass(slots=True)
 class Report:
-    """The rows of one benchmark.
+    """The rows of one benchmark."""
 
-    Attributes:
-        rows: measured values. Lists and dicts are in the JSON line alone.
-        facts: values that belong to no row.
-        quiet: print nothing, as on all ranks but the first.
-    """
-
+    # Measured values; lists and dicts are in the JSON line alone
     rows: list[dict[str, Any]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    quiet: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)  # that belong to no row
+    quiet: bool = False  # print nothing, as on all ranks but the first
 
     def add(self, **row: Any) -> None:
         """Add one row to the table."""
@@ -47,8 +42,8 @@ class Report:
 def reported(context: typer.Context) -> Iterator[Report]:
     """Choose the BLAS, let the block fill a report, and print it.
 
-    The block does not use saved costs of rounds. `context` is that of a command with
-    the options `blas` and `json_file`.
+    The block does not use costs that earlier runs have saved. `context` is of a command
+    with the options `blas` and `json_file`.
     """
     chosen = use_blas(context.params["blas"])
     report = Report()
@@ -92,7 +87,7 @@ def _print(report: Report, context: typer.Context, blas: dict[str, Any]) -> None
 
 
 def _named(value: Any) -> Any:
-    """Return the value of an option; of a path, only its last part."""
+    """Return the value of an option; paths are cut to their last part."""
     if isinstance(value, list):
         return [_named(each) for each in value]
     if isinstance(value, Path) or (isinstance(value, str) and os.sep in value):
@@ -101,7 +96,7 @@ def _named(value: Any) -> Any:
 
 
 def table_of(rows: list[dict[str, Any]]) -> Any:
-    """Make the table from all values that fit into a cell."""
+    """Make the table, without lists and dicts."""
     from rich.table import Table
 
     table = Table(title_justify="left", padding=(0, 1))

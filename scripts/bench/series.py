@@ -1,8 +1,8 @@
 """Series of an arm over all prompts of a group: speed, acceptance, compared texts.
 
 At temperature 0 every text has to equal that of our plain decoding, or to differ from a
-near-tie on. Above 0 this holds for our arms only, since mlx-lm draws from the global
-generator. Texts of mlx-lm's speculation may be wrong; the table then says so.
+near-tie on. Above 0 this holds for our arms only, since mlx-lm draws other noise. Texts
+of mlx-lm's speculation may be wrong; the table then says so.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,13 +23,11 @@ WARM_UP_TOKENS = 32
 
 @dataclass(slots=True)
 class Series:
-    """The runs of one arm, one for each prompt; none after a `failure`.
-
-    `partings` are where texts begin to differ from those of our plain decoding.
-    """
+    """The runs of one arm."""
 
     arm: Arm
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)  # by prompt; empty after a failure
+    # Where its texts begin to differ from those of our plain decoding
     partings: list[Parting] = field(default_factory=list)
     failure: str | None = None
 
@@ -65,9 +63,8 @@ class Series:
     def row(self, plain: "Series", mlx_lm: "Series") -> dict[str, Any]:
         """Return the row of the arm.
 
-        Ratios of speeds are over all prompts, except `each`: the spread of the single
-        prompts' ratios. `x_whole` includes the prefill. `first_x` is the median ratio
-        of the times to the first token.
+        `each` is the spread of single prompts' `x_plain`. `x_whole` includes the
+        prefill. `first_x` is the median ratio of the times to the first token.
         """
         if not self.runs:
             return {"arm": self.arm.name, "texts": self.failure or "no tokens"}
@@ -130,8 +127,11 @@ def compare(
 ) -> list[Series]:
     """Let arms decode jobs in turns; the first arm is our plain decoding.
 
-    A short first job warms up and is not counted. An arm that fails is left out. A
-    wrong text of one of our arms raises AssertionError.
+    A short job warms up. An arm of mlx-lm that fails is left out.
+
+    Raises:
+        AssertionError: a text of ours or of mlx-lm's plain decoding is wrong, or one of
+            our arms failed.
     """
     result = [Series(arm) for arm in arms]
     for number, job in enumerate(jobs):
@@ -191,8 +191,8 @@ def jobs_of(
 ) -> Iterator[Job]:
     """Yield a job for each turn of each question; each question has its own seed.
 
-    Bundled texts are continued to the budget; the model decides where answers of chats
-    end. The prompt of a later turn holds the answers of plain decoding.
+    Only answers of chats end before the budget. The prompt of a later turn holds the
+    answers of plain decoding.
     """
     ids = bench.tokenizer.eos_token_ids
     for index, question in enumerate(questions):

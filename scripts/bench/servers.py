@@ -1,7 +1,6 @@
 """Servers to compare: ours and mlx-lm's, each a process of its own, and their clients.
 
-All servers get the same models, in float32 as our `load` makes them on a Linux CPU, and
-the same BLAS. By itself mlx-lm's server would use the BLAS of its wheel.
+All servers get the same models, in the dtypes of our `load`, and the same BLAS.
 """
 
 import json
@@ -33,23 +32,20 @@ MLX_LM = (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Answer to a request: seconds to the first piece of text and to the end.
-
-    The server counts the tokens.
-    """
+    """Answer to a request."""
 
     text: str
-    first: float
-    whole: float
-    tokens: int
+    first: float  # seconds to its first piece
+    whole: float  # seconds to its end
+    tokens: int  # as counted by the server
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server, and the URL of its API."""
+    """A running server."""
 
     name: str
-    url: str
+    url: str  # of its API
 
     def ask(self, client: openai.OpenAI, prompt: str, **options: Any) -> Served:
         """Send a prompt and read its answer as a stream."""
@@ -89,7 +85,7 @@ class Server:
 
 
 def widened(source: Path, folder: Path) -> Path:
-    """Write a model in the dtypes that our `load` makes, for all servers to load."""
+    """Write a model in the dtypes that our `load` makes."""
     model, tokenizer = load(source)
     config = json.loads((source / "config.json").read_text("utf-8"))
     folder.mkdir()
@@ -148,7 +144,6 @@ def _wait_for(url: str, process: "subprocess.Popen[Any]", name: str) -> None:
 
 @contextmanager
 def _ending(process: "subprocess.Popen[Any]") -> Iterator[None]:
-    """End a server at the end of the block."""
     try:
         yield
     finally:

@@ -1,8 +1,7 @@
 """Arms that take turns, and ratios of their times.
 
-The speed of a shared machine drifts: whole runs, one after the other, differ by more
-than the arms do. So all arms run in each turn, in an order that changes from turn to
-turn, and ratios are taken within a turn.
+The speed of a shared machine drifts: successive runs differ by more than the arms do.
+So all arms run in each turn, in changing order, and ratios are taken within a turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,8 +48,7 @@ def in_turns(
 ) -> dict[Name, list[T]]:
     """Run each arm in each turn; return the results of each arm by turn.
 
-    Arms are called with the number of the turn. Before these turns, `warm_up` turns,
-    all with number 0, are not counted.
+    Arms are called with the number of the turn. Uncounted turns (`warm_up`) have 0.
     """
     result: dict[Name, list[T]] = {name: [] for name in acts}
     for number in range(-warm_up, repeats):

@@ -20,8 +20,8 @@ from mlx_speculation.engine.lookup.automaton import SuffixAutomaton
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 
 LONGEST = 16  # tokens of a draft
-# Of suffix decoding: the longest substring in its trees, in tokens, and the probability
-# below which a drafted path ends.
+# Of suffix decoding: most tokens of a substring in its trees, and the probability below
+# which a draft ends.
 DEPTH, LEAST_CHANCE = 64, 0.1
 
 
@@ -79,7 +79,7 @@ def replay(arm: Arm, turns: Sequence[Turn], tally: Tally) -> None:
 
 
 class Ours(Arm):
-    """Our lookup and draft length rule, which is given the cost of a drafted token."""
+    """Our lookup and draft length rule; a drafted token costs `cost` plain steps."""
 
     def __init__(self, cost: float, history: int) -> None:
         self._shared = SharedPlaces(history=history)
@@ -88,7 +88,7 @@ class Ours(Arm):
         self._cost = cost
 
     def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
-        """Index those tokens of the prompt that are not indexed yet."""
+        """Index the prompt."""
         self._lookup = Lookup(self._shared, prediction)
         while not self._lookup.read_ahead(tokens):
             pass
@@ -96,7 +96,7 @@ class Ours(Arm):
         self._rule.choose(1, 1, ())  # skip the plain step that the rule begins with
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return as many of the found tokens as the rule drafts."""
+        """Return as many tokens as the rule drafts."""
         result = self._lookup.propose(tokens, LONGEST)
         plan = self._rule.choose(1, limit, [[result.survival]])
         self._plan = plan
@@ -114,11 +114,7 @@ class Ours(Arm):
 
 
 def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -> str:
-    """Return a line with the mean and the maximum work of our draft calls.
-
-    Work is counted in links that are read to find a match and to index the previous
-    round's tokens, and in tokens that are copied.
-    """
+    """Return a line with the mean and maximum of links read and tokens copied."""
     now = [0, 0]
     calls: list[tuple[int, int]] = []
 
@@ -162,8 +158,8 @@ def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -
 class PromptLookup(Arm):
     """Proposes the tokens after an earlier occurrence of the n-gram that ends the text.
 
-    The n-grams have `longest` tokens, then fewer, down to `shortest`. `latest` takes
-    the latest occurrence, as vLLM does; else the first, as transformers does.
+    Longer n-grams are tried first. With `latest` the latest occurrence counts, as in
+    vLLM, else the first, as in transformers.
     """
 
     def __init__(self, shortest: int, longest: int, *, latest: bool) -> None:
@@ -192,10 +188,7 @@ class PromptLookup(Arm):
 
 
 class SuffixTree:
-    """Counts of all substrings of at most `DEPTH` tokens.
-
-    A suffix automaton holds the counts of a suffix tree in a fraction of the memory.
-    """
+    """Counts of all substrings, in a suffix automaton."""
 
     def __init__(self) -> None:
         self._length, self._link, self._count = [0], [-1], [0]
@@ -234,7 +227,7 @@ class SuffixTree:
         return len(self._length) - 1
 
     def follow_own(self) -> None:
-        """Match the end of the indexed text with its earlier occurrences."""
+        """Match the end of the own text with its earlier occurrences."""
         self.state = self._link[self._last]
         self.matched = self._length[self.state]
 
@@ -257,7 +250,7 @@ class SuffixTree:
             shorter = self._length[self._link[state]]
             path = self._path(state, limit)
             # All matches of a state have the same continuation. A match and its draft
-            # have at most `DEPTH` tokens together.
+            # together have at most `DEPTH` tokens.
             for length in {matched, max(shorter + 1, min(matched, DEPTH - limit))}:
                 count = min(length, DEPTH - length)
                 score = sum(chance for _, chance in path[:count])
@@ -287,9 +280,8 @@ class SuffixDecoding(Arm):
     """Suffix decoding (Oliaro et al., 2024) by its published rule and defaults.
 
     One tree holds the request's text, another holds all answers. Each match gives the
-    path of most frequent tokens, at most as long as the match, and cut where its
-    probability falls below `LEAST_CHANCE`. The path with the highest sum of
-    probabilities is drafted.
+    path of the most frequent tokens, at most as long as the match. The path with the
+    highest sum of probabilities is drafted.
     """
 
     def __init__(self, limit: int) -> None:
@@ -298,7 +290,7 @@ class SuffixDecoding(Arm):
         self._tree, self._known = SuffixTree(), list[int]()
 
     def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
-        """Make the tree of the text, or extend the tree of the previous turn."""
+        """Make the tree of the text, or extend that of the previous turn."""
         if self._known != tokens[: len(self._known)]:
             self._tree, self._known = SuffixTree(), []
         self._grow(self._tree, tokens[len(self._known) :])

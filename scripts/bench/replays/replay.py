@@ -1,9 +1,9 @@
 """Replays traces of texts through draft length policies, without a clock.
 
 A trace has the result of each draft from each position (see scripts/traces.py), and a
-`Machine` has the cost of each round, so a policy gets the feedback of a generation. The
-rounds are those of `engine.round.decoder` and `engine.batch.running`: a plain step
-submits the next step, after whose token the next round drafts. Lookups are free.
+`Machine` has the cost of each round. The rounds are those of `engine.round.decoder` and
+`engine.batch.running`: a plain step submits the next step, after whose token the next
+round drafts. Lookups are free.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,22 +26,17 @@ from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.lookup.survival import lookup_buckets, lookup_rates
 
 LONGEST = 16
-FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # draft lengths
+FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # lengths that a policy is compared with
 MACHINES = ("cpu", "h100", "mac", "linear")
 Traces = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Text:
-    """A greedy text, and the proposals of drafters at each of its tokens.
+    """A greedy text, and the proposals of each drafter at each of its tokens."""
 
-    Attributes:
-        context: number of tokens of the prompt.
-        right: for each drafter, how many drafted tokens precede the first wrong one.
-        proposed: for each drafter, the largest number of tokens that it drafts there.
-    """
-
-    context: int
+    context: int  # tokens of the prompt
+    # By drafter and position: how many drafted tokens agree, how many are drafted
     right: tuple[Sequence[int], ...]
     proposed: tuple[Sequence[int], ...]
 
@@ -61,19 +56,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Machine:
-    """Costs of rounds, in plain steps.
+    """Costs of rounds, in plain steps."""
 
-    Attributes:
-        rounds: for each drafter, the cost of a round by its number of drafted tokens.
-        left: the rest of a plain step that is in flight when a round begins.
-        cold: a plain step that begins with its round and submits no next step.
-        noise: factors of the observed times of successive rounds, in a cycle.
-    """
-
-    rounds: Sequence[Sequence[float]]
-    left: float = 0.0
-    cold: float = 1.0
-    noise: Sequence[float] = (1.0,)
+    rounds: Sequence[Sequence[float]]  # of each drafter, by number of drafted tokens
+    left: float = 0.0  # the rest of a plain step in flight when a round begins
+    cold: float = 1.0  # a plain step that is not in flight when its round begins
+    noise: Sequence[float] = (1.0,)  # factors of the observed times, in a cycle
 
     def plain(self, behind: bool, ahead: bool) -> float:
         """Return a plain step's cost by the steps in flight before and after it."""
@@ -83,14 +71,11 @@ class Machine:
 
 @dataclass
 class Replayed:
-    """Result of one request or several: cost in plain steps, and emitted tokens.
+    """Result of one request or several."""
 
-    `decisions` holds the plan and the feedback of each round; None: not kept.
-    """
-
-    steps: float = 0.0
-    tokens: int = 0
-    decisions: list[tuple[Plan, Feedback]] | None = None
+    steps: float = 0.0  # cost of the rounds, in plain steps
+    tokens: int = 0  # emitted
+    decisions: list[tuple[Plan, Feedback]] | None = None  # None: not kept
 
     @property
     def speed(self) -> float:
@@ -107,7 +92,7 @@ class Generator:
         self.credit, self.lookups = credit or Credit(), lookup_rates()
 
     def survival(self, text: Text, index: int, at: int, most: int = LONGEST + 1) -> Any:
-        """Return survival and buckets of what a lookup proposes at a position."""
+        """Return survival and buckets of a lookup's proposal at a position."""
         count = min(most, int(text.proposed[index][at]))
         buckets = [*lookup_buckets(count, 0, [(0, 0)] * count, None)]
         survival = self.lookups.survival(buckets)
@@ -129,7 +114,7 @@ def replay(
     result: Replayed,
     known: Generator | None = None,
 ) -> None:
-    """Generate a text, and add its rounds to `result`; only the rule needs `known`."""
+    """Generate a text, and add its rounds to `result`; the rule needs `known`."""
     at, behind = 0, False
     plan: Plan | None = None
     next_plan: Plan | None = None
@@ -217,18 +202,18 @@ def texts_of(traces: Traces, pairs: Sequence[str]) -> dict[str, list[Text]]:
     return result
 
 
-# Cost of drafting one token on a GPU, in plain steps, by the kind of drafter.
+# Cost of drafting one token on a GPU, in plain steps
 _DRAFTING = {"lookup": 0.0, "model": 0.4, "mtp": 0.1, "eagle": 0.1, "assistant": 0.1}
-# Cost, in plain steps, of verifying a number of drafted tokens. With a llama of 8 B on
-# an H100, a round is mostly the host's time; on an M4 Pro, mostly 4-bit products.
+# Cost, in plain steps, of verifying a number of drafted tokens, with a llama of 8 B on
+# an H100 (mostly the host's time) and an M4 Pro (mostly 4-bit products)
 _H100 = {0: 1.0, 1: 1.7, 2: 1.72, 4: 1.81, 8: 1.89, 16: 1.96}
 _MAC = {0: 1.0, 1: 1.03, 2: 1.22, 3: 1.47, 5: 2.07, 7: 2.69, 11: 3.0, 16: 3.4}
-# A machine without BLAS: each row costs a plain step, and no draft pays.
+# Without BLAS: each row costs a plain step, and no draft pays
 _LINEAR = {0: 1.0, 16: 17.0}
 
 
 def machines_of(traces: Traces, pairs: Sequence[str]) -> dict[str, Machine]:
-    """Return the machines for a replay of a pair, or of a cascade of several."""
+    """Return the machines for a pair, or for a cascade of several."""
     kinds = [pair.split("-")[1] for pair in pairs]
 
     def made(verify: dict[int, float], left: float, cold: float) -> Machine:
@@ -269,7 +254,7 @@ class Judged:
 
     @property
     def over_best(self) -> float:
-        """The rule's speed over that of the best fixed length of a single source."""
+        """The rule's speed over that of the best fixed length of a single drafter."""
         return self.least / self.ours.steps
 
 
@@ -315,7 +300,7 @@ class Member:
         return len(self.text) - self.at
 
 
-# A row, the index of a lookup, the row's position when probed, the proposal's buckets.
+# A row, the index of a lookup, the row's position, the proposal's buckets
 Probed = tuple[Member, int, int, Any]
 
 
@@ -327,8 +312,7 @@ def replay_batch(
 ) -> None:
     """Generate texts as one batch: all requests get forwards of the same width.
 
-    The device is taken to be busy: a plain step of the remaining requests costs their
-    share of a plain step of the whole batch.
+    A plain step of the remaining requests costs their share of one of the whole batch.
     """
     credit = known.credit
     lengths = BatchDraftLength(lambda _: known.each, credit, credit, LONGEST)
@@ -380,7 +364,7 @@ def replay_batch(
 def _probe_lookups(
     known: Generator, live: list[Member], limits: list[int], behind: bool
 ) -> tuple[list[Any], list[Probed]]:
-    """Return the survivals of each row that may draft, and what was probed."""
+    """Return the survivals of the rows that may draft, and the probed lookups."""
     offered, probed = [], []
     for row, limit in zip(live, limits, strict=True):
         if limit <= 0:

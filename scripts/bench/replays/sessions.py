@@ -23,14 +23,11 @@ LEAST_CHANGED, MOST_CHANGED = 0.02, 0.20
 
 @dataclass(frozen=True)
 class Turn:
-    """A request and its recorded answer, which is `tokens[answer:]`.
+    """A request and its recorded answer."""
 
-    `prediction` is passed as the expected answer.
-    """
-
-    tokens: Sequence[int]
-    answer: int
-    prediction: Sequence[int] = ()
+    tokens: Sequence[int]  # prompt and answer
+    answer: int  # index of the answer's first token
+    prediction: Sequence[int] = ()  # passed as the expected answer
 
 
 def said(message: dict[str, Any]) -> str:
@@ -41,10 +38,7 @@ def said(message: dict[str, Any]) -> str:
 
 
 def turns_of(messages: Sequence[dict[str, Any]], tokenizer: Any) -> list[Turn]:
-    """Return a request for each message of the assistant: all before it is the prompt.
-
-    The answer ends with the token that ends a message.
-    """
+    """Return a request for each message of the assistant, up to its stop token."""
     chat = [{"role": one["role"], "content": said(one)} for one in messages]
     result: list[Turn] = []
     known: list[int] = []
@@ -84,7 +78,8 @@ def by_turns(sessions: Sequence[list[Turn]], together: int) -> Iterator[list[Tur
 def edits(tokenizer: Any, folder: Path | None = None) -> list[Turn]:
     """Return requests to update a file; the old file is the prediction.
 
-    `folder` holds the wheels; None: they are fetched from the package index.
+    `folder` keeps the wheels; None: a temporary folder. Missing wheels are fetched from
+    the package index.
     """
     result = []
     for old, new in _changed(folder):
@@ -101,7 +96,7 @@ def edits(tokenizer: Any, folder: Path | None = None) -> list[Turn]:
 def unrelated(turns: Sequence[Turn]) -> list[Turn]:
     """Return the edits with the prediction of another file.
 
-    Of the prompt only the last 8 tokens are kept, so the old file is not in it.
+    Only the last 8 tokens of the prompt are kept, without the old file.
     """
     each = []
     for turn, other in zip(turns, [*turns[1:], *turns[:1]], strict=True):
@@ -111,7 +106,7 @@ def unrelated(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _changed(folder: Path | None) -> Iterator[tuple[str, str]]:
-    """Yield the files that changed a little between two releases, old and new."""
+    """Yield files that changed a little between two releases, old and new."""
     with TemporaryDirectory() as place:
         wheels = Path(place) if folder is None else folder
         for name, releases in RELEASES.items():

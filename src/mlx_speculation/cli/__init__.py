@@ -1,10 +1,8 @@
 """The command line `mlx-speculation`: options in, text, tables and JSON out.
 
-Each command has a file in `commands/`. `app` lists the commands, `options` has options
-that several commands share, `load_pair` loads models, `console` shows results, and
-`run_app` turns errors and Ctrl-C into exit codes. Commands import mlx only after they
-have chosen the BLAS. This file imports almost nothing, so that it handles Ctrl-C while
-Python still imports the other modules, which takes a second.
+Each command has a file in `commands/`. Commands import mlx only after they have chosen
+the BLAS. This file imports almost nothing, so that it handles Ctrl-C while Python
+imports the other modules, which takes a second.
 """
 
 import os
@@ -19,7 +17,7 @@ __all__ = ["main", "run"]
 
 def main() -> None:
     """Run the command line."""
-    # If the parent process has set SIGINT to be ignored, it stays ignored.
+    # A SIGINT that the parent process ignores stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     from mlx_speculation.cli.app import app
@@ -35,6 +33,6 @@ def run(app: "typer.Typer") -> None:
 
 
 def _leave(*_: object) -> None:
-    """End the process at once on Ctrl-C, before a command runs or after it."""
+    """End the process at once."""
     os.write(2, b"interrupted\n")
     os._exit(130)

@@ -1,9 +1,8 @@
 """The typer application of all commands.
 
-A command may have a parameter such as `pair: PairOptions`, whose fields are options
-that several commands share. typer needs a parameter for each option; this module makes
-functions with such parameters. Fields and parameters are declared with `option`, or
-with an annotation of typer.
+A command may have a parameter such as `pair: PairOptions`, whose fields are options.
+typer needs a parameter for each option: `flattened` makes such functions. Fields and
+parameters are declared with `option`, or with an annotation of typer.
 """
 
 import inspect
@@ -70,7 +69,7 @@ COMMANDS = (
 
 
 def _help(command: Callable[..., None]) -> str:
-    """Return a docstring with each paragraph on one line, for a terminal to wrap."""
+    """Return a docstring with one line for each paragraph."""
     paragraphs = (command.__doc__ or "").split("\n\n")
     return "\n\n".join(" ".join(each.split()) for each in paragraphs)
 
@@ -129,7 +128,7 @@ def _names(name: str, field: "Field[Any]") -> Sequence[str]:
 
 
 def _identifier(names: Sequence[str]) -> str:
-    """Return the option's first name as an identifier, unique among all options."""
+    """Return the option's first name as an identifier."""
     return names[0].removeprefix("--").replace("-", "_")
 
 

@@ -34,7 +34,7 @@ class TemplateOptions:
     )
 
     def check(self) -> None:
-        """Refuse a system message or a config that is malformed."""
+        """Refuse a malformed system message or config."""
         self._system()
         self._config()
 
@@ -81,7 +81,7 @@ class TemplateOptions:
     def with_images(
         self, generator: "SpeculativeGenerator", said: str, images: Sequence[Path]
     ) -> "ImagePrompt":
-        """Return a prompt with images; a raw text needs markers of the images."""
+        """Return a prompt with images; a raw text must contain their markers."""
         model: Any = generator.model
         if not self.applies(generator.tokenizer):
             messages: Any = said
@@ -91,7 +91,7 @@ class TemplateOptions:
         return made
 
     def _system(self) -> list[Message]:
-        """Return the system message in a list; an empty list if there is none."""
+        """Return the system message, if there is one."""
         if self.system_prompt is None:
             return []
         text = sound_text("--system-prompt", self.system_prompt)

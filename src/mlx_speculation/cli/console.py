@@ -1,8 +1,4 @@
-"""Console of commands: results on stdout, as text or JSON; other lines on stderr.
-
-On a terminal, progress is a bar that disappears at the end. In other outputs it is a
-line every 15 seconds.
-"""
+"""Console of commands: results on stdout, as text or JSON; other lines on stderr."""
 
 import json
 import math
@@ -22,16 +18,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 WIDEST = 500  # columns of a table
-QUIET_SECONDS = 15.0  # between lines of progress where stderr is not a terminal
+QUIET_SECONDS = 15.0  # between lines of progress if stderr is no terminal
 Report = Callable[[int, int], None]
 
 
 class Screen:
     """Output of a command.
 
-    Args:
-        json: whether standard output gets one JSON object instead of text and tables.
-        quiet: whether standard error gets only errors and notes.
+    With `json` standard output gets one JSON object instead of text and tables. With
+    `quiet` standard error gets only errors and notes.
     """
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
@@ -55,10 +50,7 @@ class Screen:
 
     @contextmanager
     def text_line(self) -> Iterator[None]:
-        """Print a newline after a text that is printed in pieces; then show warnings.
-
-        Shown earlier, warnings would appear in the middle of the text.
-        """
+        """Print a newline after the pieces of a text, and then the warnings."""
         if self.json:
             yield
             return
@@ -75,7 +67,7 @@ class Screen:
     def table(self, table: Table, *, result: bool = True) -> None:
         """Print a table unless `json` is set; a result goes to standard output.
 
-        The table keeps its minimum width, even if the terminal is narrower.
+        The table may be wider than the terminal.
         """
         if self.json or (self.quiet and not result):
             return
@@ -92,10 +84,7 @@ class Screen:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Report]:
-        """Show progress; yield a function that takes the number done and the total.
-
-        Until that function is called, the task is shown as one of unknown length.
-        """
+        """Show progress; yield a function that takes the number done and the total."""
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -139,7 +128,7 @@ def deferred_warnings() -> Iterator[None]:
 
 
 def least_width(table: Table, console: Console) -> int:
-    """Let a table wrap long words, and return its resulting minimum width."""
+    """Let a table wrap long words; return its minimum width."""
     for column in table.columns:
         column.overflow = "fold"
         if column.no_wrap:

@@ -1,9 +1,9 @@
 """A conversation as token ids that begin with the tokens in the caches.
 
 With replay, the tokens of an answer are kept as they were generated: its text could
-encode to other tokens, for which the caches have no rows. If a template changes earlier
-messages, for example drops reasoning, the whole conversation is encoded again and the
-caches are reused as far as the ids agree. Without replay this happens at every message.
+encode to other tokens, for which the caches have no rows. The whole conversation is
+encoded again if a template changes earlier messages (for example drops reasoning), and
+at every message without replay. The caches are then reused as far as the ids agree.
 """
 
 from collections.abc import Sequence

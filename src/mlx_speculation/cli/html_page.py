@@ -1,6 +1,6 @@
-"""One HTML page of a generation: the colour of each token shows its origin.
+"""A self-contained HTML page of a text: colours show the origin of each token.
 
-The page is self-contained. All text of the model is escaped.
+All text of the model is escaped.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Origin, Result
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_SHADES = 8  # one for each place in the draft; all later places share the last shade
+_SHADES = 8  # one for each place in the draft; later places share the last
 _CLASSES = {"accepted": "a", "correction": "c", "bonus": "b", "step": "s"}
 _WORDS = {
     "correction": "correction: the target's own, after a rejected draft",
@@ -75,7 +75,7 @@ def _legend(result: "Result") -> str:
 
 
 def _spans(chunks: Sequence["Chunk"]) -> str:
-    """Return the text with a span for each token; added marks are in <i>."""
+    """Return a span for each token; added marks are in <i>."""
     spans = []
     ends = [True, *(one.origin.place is None for one, _ in pairwise(chunks))]
     for index, (chunk, first) in enumerate(zip(chunks, ends, strict=False)):

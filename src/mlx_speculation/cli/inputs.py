@@ -1,7 +1,7 @@
 """Files that commands read and write, except models: prompts, schemas, pages.
 
-An unusable file raises an `InvalidRequestError` that names the option. A write that
-fails, for instance on a full disk, raises a `SpeculationError`.
+An unusable file raises an `InvalidRequestError` that names the option. A failed write
+raises a `SpeculationError`.
 """
 
 import os
@@ -33,9 +33,9 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def sound_text(name: str, text: str) -> str:
-    """Return a text of the command line as valid UTF-8, or refuse it.
+    """Return a text of the command line without surrogates, or refuse it.
 
-    In a locale without UTF-8, Python passes non-ASCII bytes on as surrogates.
+    In a locale without UTF-8, Python reads non-ASCII bytes as surrogates.
     """
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
@@ -68,8 +68,8 @@ def read_json_file(option: str, path: Path) -> Any:
 def read_prompts(option: str, path: Path) -> list[str]:
     """Return the prompts of a file of JSON lines, such as those of Spec-Bench.
 
-    A line is a JSON string, or an object with a string "prompt" or with a list "turns",
-    whose first string is used.
+    A line is a string, or an object with a "prompt" or a list of "turns", of which the
+    first counts.
     """
     check_input(option, path)
     lines = decoded(f"{option} {str(path)!r}", path.read_bytes()).splitlines()
@@ -94,7 +94,7 @@ def read_prompts(option: str, path: Path) -> list[str]:
 
 
 def check_input(option: str, path: Path) -> None:
-    """Refuse a file that cannot be read; called before models are loaded."""
+    """Refuse a file that cannot be read."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -140,7 +140,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Refuse a file that could not be written; called before the work begins."""
+    """Refuse a file that could not be written."""
     folder, why = path.absolute().parent, ""
     try:
         if path.is_dir():

@@ -29,7 +29,7 @@ class KvOptions(KvLimits):
     )
 
     def check(self) -> None:
-        """Refuse an unusable --prompt-cache-file; called before models are loaded."""
+        """Refuse an unusable --prompt-cache-file."""
         file = self.prompt_cache_file
         if file is None:
             return

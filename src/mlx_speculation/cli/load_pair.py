@@ -54,7 +54,7 @@ class CacheOptions:
 
 
 def short_name(path_or_repo: str) -> str:
-    """Return the last part of a folder's path, or a repository's name unchanged."""
+    """Return the name of a folder or repository."""
     path = Path(path_or_repo).expanduser()
     return path.resolve().name if path.exists() else path_or_repo
 
@@ -74,15 +74,7 @@ def open_pair(
     replay: bool = True,
     vision: bool | None = None,
 ) -> "SpeculativeGenerator":
-    """Load a target and its draft.
-
-    Args:
-        pair: the options.
-        screen: shows that loading is in progress.
-        prefix_cache: the prefix cache of the generator; None: none.
-        replay: see `GeneratorOptions`.
-        vision: see `SpeculativeGenerator.from_pretrained`.
-    """
+    """Load a target and its draft; see `SpeculativeGenerator.from_pretrained`."""
     from mlx_speculation import SpeculativeGenerator
 
     if pair.draft == "":

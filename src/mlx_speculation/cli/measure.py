@@ -3,7 +3,6 @@
 An arm is one way to decode. In each pass all arms run the same prompt. The next pass
 starts with the next arm, so that a slow phase of the machine affects all arms alike. A
 speed-up is the median, over passes, of the ratio to plain decoding in the same pass.
-Each text is compared with that of this package's plain decoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median, minimum and maximum of the values of several passes."""
+    """Median, minimum and maximum of the values of several passes."""
 
     median: float
     low: float
@@ -38,12 +37,12 @@ class Spread:
 class Arm:
     """One way to decode, and its measurements."""
 
-    name: str  # in the table
+    name: str
     length: int | None  # tokens drafted in a round; 0: plain, None: adaptive
-    draft: int = 0  # the index of the generator that runs it
+    draft: int = 0  # index of its generator
     speeds: list[float] = field(default_factory=list)  # tokens per second of each pass
     totals: "Statistics | None" = None  # counts over all passes; None for mlx-lm's arm
-    # For each text that differs from plain decoding's, the first difference
+    # The first difference of each text that differs from our plain decoding's
     partings: "list[Parting]" = field(default_factory=list)
 
     @property
@@ -110,9 +109,9 @@ def measure(
 ) -> int:
     """Run passes until done or Ctrl-C; fill the arms; return the number of full passes.
 
-    The generators share the target and differ in their drafts. For each prompt all arms
-    generate as many tokens as plain decoding does, at most `tokens`, and ignore stop
-    tokens. `report` is called with the number of runs done, and the total.
+    The generators share the target. For each prompt all arms generate as many tokens as
+    plain decoding does, at most `tokens`, and ignore stop tokens. `report` is called
+    with the number of runs done, and the total.
     """
     done, sizes = 0, dict[int, int]()
     try:
@@ -156,7 +155,7 @@ def _run(
     tokens: int,
 ) -> "tuple[float, Result | None]":
     """Return an arm's tokens per second, without prefill, and its result."""
-    if arm.name == MLX_LM:  # greedy, and its text is not compared
+    if arm.name == MLX_LM:  # greedy; its text is not compared
         from mlx_speculation.models import mlx_lm_speed
 
         return mlx_lm_speed(generator.model, prompt, tokens), None

@@ -161,7 +161,7 @@ class DraftsOptions(TargetOptions):
     def pairs(self) -> list[PairOptions]:
         """Return the options of the target with each of its drafts.
 
-        Lookups keep no history, in which they would find the answer of another pass.
+        Lookups keep no history, since it would hold the answers of other passes.
         """
         shared = {one.name: getattr(self, one.name) for one in fields(TargetOptions)}
         none = {"auto": 0, "lookup": 0}
@@ -202,16 +202,11 @@ class SamplingOptions:
     seed: int | None = option(None, "Seed of the random numbers.")
 
     def check(self) -> None:
-        """Refuse values that are out of range; called before models are loaded."""
+        """Refuse values that are out of range."""
         self._options()
 
     def sampling(self, tokenizer: Any) -> "Sampling":
-        """Return the values as a `Sampling`.
-
-        Args:
-            tokenizer: the target's tokenizer, whose newline and end tokens XTC never
-                drops.
-        """
+        """Return the values as a `Sampling`; XTC never drops newlines and ends."""
         if not self.xtc_probability:
             return self._options()
         line = tokenizer.encode("\n", add_special_tokens=False)
@@ -226,7 +221,7 @@ class SamplingOptions:
         return Sampling(**given, **more)
 
     def _biases(self) -> dict[int, Any] | None:
-        """Return the numbers to add to logits, by token id; None: nothing is added."""
+        """Return the numbers to add to logits, by token id; None: none."""
         if self.logit_bias is None:
             return None
         biases = parsed_json("--logit-bias", self.logit_bias)
@@ -256,7 +251,7 @@ class EndOptions:
     )
 
     def check(self) -> None:
-        """Refuse stop strings that are not UTF-8; called before models are loaded."""
+        """Refuse stop strings that are not UTF-8."""
         for text in self.stop or ():
             sound_text("--stop", text)
 
@@ -269,11 +264,7 @@ class EndOptions:
         }
 
     def _stop_tokens(self, tokenizer: Any) -> set[int]:
-        """Return the ids that end a text.
-
-        Raises:
-            InvalidRequestError: an --extra-eos-token is no token of the tokenizer.
-        """
+        """Return the ids that end a text; refuse unknown tokens."""
         vocabulary = tokenizer.get_vocab() if self.extra_eos_token else {}
         ends = {int(token) for token in tokenizer.eos_token_ids if token is not None}
         for token in self.extra_eos_token or ():

@@ -1,7 +1,4 @@
-"""Plots of a benchmark: tokens per second by draft length, acceptance by position.
-
-matplotlib, of the extra "plot", is imported when a picture is drawn or checked.
-"""
+"""Plots of a benchmark: tokens per second by draft length, acceptance by position."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ _SHIFT = 0.09  # keeps the bars of several drafts apart
 
 
 def check_plot(path: str | Path) -> None:
-    """Refuse a picture that could not be drawn; called before the measurement.
+    """Refuse a picture that could not be drawn.
 
     Raises:
         InvalidRequestError: `path` has no extension of a picture format.
@@ -36,12 +33,9 @@ def check_plot(path: str | Path) -> None:
 
 
 def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
-    """Return a figure of two axes: speeds above, acceptance below.
+    """Return a figure: speeds above, acceptance below.
 
-    Args:
-        title: the title of the figure.
-        names: the names of the drafts, in the order of `Arm.draft`.
-        arms: the two plain arms, then the arms of each draft.
+    `names` are the drafts' names. `arms` begins with the two plain arms.
     """
     figure: Figure = _figure_class()(figsize=(4.6, 7.1), layout="constrained")
     speeds, accepted = figure.subplots(2, 1, height_ratios=[3, 2])
@@ -50,7 +44,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
         level = Spread.of(arm.speeds)
         speeds.axhline(level.median, color="0.3", linestyle=dashes, label=label)
         speeds.axhspan(level.low, level.high, color="0.5", alpha=0.12, linewidth=0)
-    adaptive = 1 + max(arm.length or 0 for arm in arms)  # the place of adaptive lengths
+    adaptive = 1 + max(arm.length or 0 for arm in arms)  # abscissa of adaptive lengths
     for index, name in enumerate(names):
         style = {"color": _COLOURS[index % 6], "marker": _MARKS[index % 6]}
         ours = [arm for arm in arms[2:] if arm.draft == index]
@@ -82,7 +76,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
 
 
 def _accepted(arms: Sequence[Arm]) -> Sequence[float]:
-    """Return acceptance by position of the longest drafts; fixed lengths win ties."""
+    """Return acceptance by position of the longest drafts, preferably fixed ones."""
     counted = [
         (len(arm.totals.reached), arm.length is not None, arm.totals)
         for arm in arms
@@ -93,7 +87,7 @@ def _accepted(arms: Sequence[Arm]) -> Sequence[float]:
 
 
 def _figure_class() -> Any:
-    """Return matplotlib's `Figure`; unlike pyplot it has no window or global state."""
+    """Return matplotlib's `Figure`, which needs no window."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

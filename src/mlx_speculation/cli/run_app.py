@@ -9,8 +9,8 @@
     a second one of these signals        nothing more              130, 143
     a closed pipe, as in `| head`        nothing                   141
 
-Some warnings of this package are printed as one line, "note: ...". Any other exception
-is a bug and keeps its traceback.
+Some warnings are printed as one line, "note: ...". Any other exception is a bug and
+keeps its traceback.
 """
 
 import os
@@ -39,7 +39,7 @@ _NOTES = (ContextLengthNotice, CostFileWarning, DrafterFaultWarning, DraftNotice
 
 
 def run(app: typer.Typer) -> None:
-    """Run an application; errors of this package become one line and status 1 or 2."""
+    """Run an application, and turn errors into a line and a status."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # print unencodable characters as escapes
             stream.reconfigure(errors="backslashreplace")
@@ -115,7 +115,7 @@ def note(message: str) -> None:
 
 
 def _drop_output() -> None:
-    """Redirect output to the null device, so that no later flush fails again."""
+    """Redirect output to the null device, so that later flushes do not fail."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # no real file, as in a test

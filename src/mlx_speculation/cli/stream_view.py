@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class PromptBar:
     """Progress bar of the prefill."""
 
-    total: int  # prompt tokens except the last, which the first round reads
+    total: int  # prompt tokens but the last, which the first round reads
     done: int = 0
     seconds: float = 0.0  # until the first token
     report: Report | None = None
@@ -42,7 +42,7 @@ def show(
 ) -> str:
     """Print a stream's text; return its finish reason, or "interrupted" after Ctrl-C.
 
-    All chunks are appended to `chunks`. With `colour` accepted tokens are green.
+    Chunks are appended to `chunks`. With `colour` accepted tokens are green.
     """
     with screen.text_line(), stream:
         try:

@@ -71,7 +71,7 @@ def _measured(
     batch: Sequence[int],
     screen: Screen,
 ) -> tuple["CostTable", dict[int, "CostTable"]]:
-    """Return the costs of rounds of one request, and those of batches by row count."""
+    """Return the costs of rounds of one request, and of batches by row count."""
     try:
         with screen.progress("measuring lengths") as report:
             costs = generator.calibrate(contexts=contexts, progress=report)

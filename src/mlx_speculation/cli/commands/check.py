@@ -29,7 +29,7 @@ USUAL_LENGTH = 4  # not adaptive: that could be 0, and then no draft would be co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """Options of the text and the places to compare."""
+    """Options of a comparison."""
 
     prompt: str | None = option(
         None,
@@ -134,7 +134,7 @@ def _verdict(judged: "RowVerdict", compared: Compared | None, *, same: bool) -> 
 
 
 def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
-    """Check exact mode up to a context length, print the verdict, and save it."""
+    """Check exact mode up to a context length; print and save the verdict."""
     here = begin(pair.blas, screen)
     from mlx_speculation.caches import FixedShape
     from mlx_speculation.engine.equivalence.exact_rows import check_exact
@@ -174,7 +174,7 @@ def _rows(
     screen: Screen,
     result: list["Place"],
 ) -> None:
-    """Verify drafts as a whole and token by token; append the places to `result`."""
+    """Verify drafts at once and token by token; append the places to `result`."""
     from mlx_speculation.engine.equivalence.rows import verify_both_ways
     from mlx_speculation.models import wired
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
 
 CACHE_GIGABYTES = 1.0
-BUSY = 2.0  # ratio of the speeds of plain decoding that only a busy machine shows
+BUSY = 2.0  # ratio of plain decoding's speeds from which the machine counts as busy
 ADVICE = """\
 tokens reused: prompt tokens kept from earlier prompts, which are not read again
 
@@ -131,7 +131,7 @@ class _Target:
     tokenizer: Any
     draft: Any
     stories: Sequence[Story]
-    chat: bool  # whether the stories go through the chat template
+    chat: bool  # uses the chat template
 
 
 def _bundled() -> Iterator[_Target]:
@@ -146,7 +146,7 @@ def _bundled() -> Iterator[_Target]:
 
 
 def _published(folder: Path) -> Iterator[_Target]:
-    """Yield a chat model; its draft: the bundled head and a lookup, else "auto"."""
+    """Yield a chat model with the bundled head and a lookup, or else "auto"."""
     from mlx_speculation import CascadeDraft, load
 
     head = smollm2_head()
@@ -273,7 +273,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
 
 
 def _busy(comparisons: Sequence[_Comparison]) -> str:
-    """Return a line if plain decoding was not equally fast in all texts, else ""."""
+    """Return a warning if plain decoding was not equally fast in all texts, or ""."""
     for target in dict.fromkeys(each.target for each in comparisons):
         speeds = [each.speeds[0] for each in comparisons if each.target == target]
         if max(speeds) > BUSY * min(speeds):
@@ -286,7 +286,7 @@ def _busy(comparisons: Sequence[_Comparison]) -> str:
 
 
 def _sameness(row: _Comparison) -> str:
-    """Return "yes", or a difference's index; a near-tie's only if there is no other."""
+    """Return "yes", or the index of a difference; near-ties count last."""
     partings = [turn.parting for turn in row.turns if turn.parting is not None]
     if not partings:
         return "yes"

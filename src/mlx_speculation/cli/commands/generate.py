@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine.prompt import Prompt
 
 ALTERNATIVES = 5
-PLACE = "<query>"  # a placeholder message, to find its position in a template
+PLACE = "<query>"  # a message whose position in a template is looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class OutputOptions:
     stats: bool = option(False, "Print all statistics as a table.")
 
     def check(self) -> Any:
-        """Refuse unusable files; return the JSON schema, or None without one."""
+        """Refuse unusable files; return the JSON schema or None."""
         if self.html is not None:
             check_output("--html", self.html)
         if self.json_schema is None:
@@ -83,7 +83,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """Options of the prompt, and of the beginning of its answer."""
+    """Options of the prompt and its answer."""
 
     prompt: str | None = option(
         None,
@@ -178,8 +178,8 @@ def _prompt_of(
 ) -> "tuple[Prompt, list[int], str]":
     """Return the prompt, its token ids, and its text.
 
-    With a prompt cache, the template's part before the message is left out, as in
-    mlx-lm: `mlx_lm.cache_prompt` has already read that part.
+    With a prompt cache the template's part before the message is left out, since
+    `mlx_lm.cache_prompt` has read that part.
     """
     if images:
         made = template.with_images(generator, said, images)

@@ -1,4 +1,4 @@
-"""`pair`: lists the drafts that a target's folder offers, and the choice of `auto`."""
+"""`pair`: lists the drafts that a target's folder offers."""
 
 import warnings
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def _file(folder: Path) -> str:
 
 
 def _head(folder: Path, target: "nn.Module") -> str:
-    """Describe the MTP head of a folder, and its files; the head is not tried."""
+    """Describe the MTP head of a folder, without trying it."""
     from mlx_speculation.models.mtp import find_mtp_head
 
     result = find_mtp_head(folder, target)

@@ -23,7 +23,7 @@ from mlx_speculation.option_fields import option
 
 Measured = dict[str, Any]
 
-# Fields of the commands' JSON that are shared. None of them has a path, an environment
+# Fields of the commands' JSON that are published. None has a path, an environment
 # variable or a text.
 SHARED: Mapping[str, Sequence[str]] = {
     "doctor": ("cpu", "device", "advice"),
@@ -114,7 +114,7 @@ def _check_folder(folder: Path, files: Sequence[Path]) -> None:
 def _run(
     stages: Mapping[str, Sequence[str]], screen: Screen
 ) -> tuple[dict[str, Measured], str | None]:
-    """Run the commands; return their shared fields, and which one was interrupted."""
+    """Run the commands; return their published fields, and the interrupted one."""
     measured: dict[str, Measured] = {}
     for number, (name, words) in enumerate(stages.items(), 1):
         title = f"{number} of {len(stages)}: {name}"
@@ -130,7 +130,7 @@ def _run(
 
 
 def _stage(name: str, words: Sequence[str], progress: Report) -> Measured:
-    """Run a command, and show its progress; return its shared fields."""
+    """Run a command, and show its progress; return its published fields."""
     lines, status, printed = _printed([*words, "--json"], progress)
     try:
         fields = json.loads(printed)
@@ -145,7 +145,7 @@ def _stage(name: str, words: Sequence[str], progress: Report) -> Measured:
     if name == "benchmark":
         shared["drafts"] = [short_name(each) for each in shared["drafts"]]
     for place in (shared.get("rows"), *shared.get("arms", ())):
-        if isinstance(place, dict):  # both fields hold tokens of texts
+        if isinstance(place, dict):  # both hold tokens of texts
             place.pop("first", None)
             place.pop("partings", None)
     result: Measured = json.loads(_without_paths(json.dumps(shared)))
@@ -153,7 +153,7 @@ def _stage(name: str, words: Sequence[str], progress: Report) -> Measured:
 
 
 def _printed(words: Sequence[str], progress: Report) -> tuple[list[str], int, str]:
-    """Run a command; return its lines of standard error, its status and its output."""
+    """Run a command; return its lines of standard error, status and output."""
     command = [sys.executable, "-m", "mlx_speculation", *words]
     lines = []
     with (
@@ -177,7 +177,7 @@ def _printed(words: Sequence[str], progress: Report) -> tuple[list[str], int, st
 
 
 def _without_paths(text: str) -> str:
-    """Return a text with only the last part of each path, so that it names no user."""
+    """Return a text with only the last part of each path."""
     return _FOLDERS.sub("", text.replace(str(Path.home()), ""))
 
 

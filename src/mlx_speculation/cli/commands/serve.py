@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mlx_speculation.server import Server
 
 KEY = "MLX_SPECULATION_API_KEY"
-# The context in `agent_lines` is at most this; the config of a model may set no limit.
+# The largest context in `agent_lines`; a model's config may set no limit.
 MOST_CONTEXT = 1 << 20
 AGENT_TOKENS = 10_000  # the shortest first prompt of a coding agent, about
 LOOK_SECONDS = 0.5
@@ -62,7 +62,7 @@ class AccessOptions:
 
     @property
     def key(self) -> str | None:
-        """The API key; an empty environment variable counts, unlike in typer."""
+        """The API key; typer alone would ignore an empty environment variable."""
         return os.environ.get(KEY) if self.api_key is None else self.api_key
 
     def warn(self) -> None:
@@ -192,7 +192,7 @@ def serve(
 def _until_stopped(
     server: "Server", settings: "Settings", screen: Screen, grace: float
 ) -> None:
-    """Serve until a signal; end within `grace` seconds, at once at a second signal."""
+    """Serve until a signal; then end within `grace` seconds."""
     server.start()
     with suppress(KeyboardInterrupt):
         screen.say(f"{settings.names[0]} is served at {server.url}/v1")
@@ -212,22 +212,19 @@ def _until_stopped(
         screen.say("To use an agent with it, run its command in another terminal:")
         for agent, line in agent_lines(server.url, settings.names[0], context).items():
             typer.echo(f"\n# {agent}\n{line}", err=True)  # unwrapped, to be copied
-        # With a timeout: a signal that another thread receives does not end this wait.
+        # A timeout, since a signal in another thread does not end this wait.
         while not threading.Event().wait(LOOK_SECONDS):
             pass
     screen.say("ending")
     if not server.stop(grace):
         logging.shutdown()
-        os._exit(1)  # a normal exit would free what the engine's thread uses
+        os._exit(1)  # a normal exit would free memory that the engine's thread uses
 
 
 def agent_lines(url: str, model: str, context: int) -> dict[str, str]:
     """Return the commands that connect coding agents, by the agent's name.
 
-    Args:
-        url: the URL of the server, without a path.
-        model: the name of the model.
-        context: the maximum number of tokens of prompt and text together.
+    `url` has no path. `context` is the maximum of tokens of prompt and text together.
     """
     claude = {
         "ANTHROPIC_BASE_URL": url,

@@ -17,7 +17,7 @@ from mlx_speculation.cli.options import Blas, Json, Model, TrustRemoteCode
 from mlx_speculation.option_fields import option
 from mlx_speculation.training.options import TrainOptions
 
-_QUIET = 15.0  # the maximum time, in seconds, without a printed line
+_QUIET = 15.0  # maximum seconds without a printed line
 _ENDED = {
     "steps": "All steps were taken.",
     "stale": "It ended early: evaluations no longer improved.",
@@ -77,7 +77,7 @@ def train(
 
 @contextmanager
 def _shown(screen: Screen) -> Iterator["Reports"]:
-    """Show two bars on a terminal; in other outputs a line at least every 15 s."""
+    """Show two bars on a terminal, else a line at least every 15 s."""
     from mlx_speculation.training.loop import Reports
 
     bars = Progress(
