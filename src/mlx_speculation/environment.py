@@ -72,7 +72,7 @@ def installed(package: str) -> str | None:
 
 
 def cores() -> int | None:
-    """Return the number of cores that this process may use; None: unknown."""
+    """Return the number of cores that this process may run on; None: unknown."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count()

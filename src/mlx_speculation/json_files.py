@@ -19,7 +19,7 @@ _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 class JsonFlawError(ValueError):
-    """Flaw of a JSON text. The message lacks a subject, as in "is not JSON"; add it."""
+    """Flaw of a JSON text; the message lacks its subject, as in "is not JSON"."""
 
 
 def parse_json(
@@ -27,7 +27,7 @@ def parse_json(
     *,
     unique_keys: bool = False,  # refuse repeated keys; Python would keep the last value
     finite: bool = False,  # refuse NaN and infinity: Python accepts them, JSON does not
-    deepest: int = DEEPEST,  # maximum depth of nested arrays and objects
+    deepest: int = DEEPEST,
 ) -> Any:
     """Return the value of a JSON text.
 

@@ -17,9 +17,9 @@ T = TypeVar("T")
 class MeasuredFile:
     """A JSON file in the cache folder that holds the measurements of one key.
 
-    `key` is the measured thing. `version` is of the format. `folder` names a folder in
-    the cache folder. `lost` is a sentence for warnings: what an unusable file entails.
-    With `key` None, `path` is None and nothing is read or written.
+    `key` is the measured thing; None: nothing is read or written, and `path` is None.
+    `version` is that of the format. `folder` names a folder in the cache folder. `lost`
+    is a sentence for warnings: what an unusable file entails.
     """
 
     def __init__(

@@ -39,8 +39,6 @@ class BlasChoice:
 
 
 class _Process:
-    """State of this process."""
-
     choice: BlasChoice | None = None  # the result of the last `use_blas`
     threads: TextThreads | None = None  # of the OpenBLAS that this module has loaded
 
@@ -101,7 +99,6 @@ def text_threads(*, exact: bool) -> AbstractContextManager[None]:
 
 
 def _openblas() -> str | None:
-    """Describe the OpenBLAS in use, with its numbers of threads."""
     plan = None if _Process.threads is None else _Process.threads.plan
     return describe_openblas(None if plan is None else plan.numbers)
 

@@ -67,7 +67,6 @@ def _kept(copy: Path) -> Path:
 
 
 def _write(copy: Path) -> None:
-    """Write a copy of the wheel's library with renamed symbols."""
     library = _library()
     names = sorted(set(_NAME.findall(library.read_bytes())))
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +86,6 @@ def _write(copy: Path) -> None:
 
 
 def _library() -> Path:
-    """Return the wheel's library."""
     spec = importlib.util.find_spec(_PACKAGE)
     for place in (spec and spec.submodule_search_locations) or ():
         for library in sorted(Path(place).glob("lib/libscipy_openblas*.so*")):

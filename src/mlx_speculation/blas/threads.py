@@ -1,11 +1,10 @@
 """The threads of OpenBLAS: their number for a text, and the time until they sleep.
 
 The threads of a matrix product spin until all are done. If one has lost its core, the
-others spin for a time slice of the scheduler, some milliseconds, in each of the
-hundreds of products of a forward. With as many threads as cores, two such processes
-each lose nine tenths of their speed (docs/log/linux_cpu.md). So a text gets all cores
-only if other programs leave them idle when the text starts. Else it gets half of the
-cores, or one thread if fewer than half are idle.
+others spin for some milliseconds, in each of the hundreds of products of a forward. Two
+processes with as many threads as cores each lose nine tenths of their speed
+(docs/log/linux_cpu.md). So a text gets all cores only if other programs leave them idle
+when the text starts. Else it gets half of the cores, or one thread if fewer are idle.
 
 The last bits of a product depend on the number of threads. So the number does not
 change during a text, and texts in exact mode get the same number at any load.

@@ -128,7 +128,6 @@ def _names(name: str, field: "Field[Any]") -> Sequence[str]:
 
 
 def _identifier(names: Sequence[str]) -> str:
-    """Return the option's first name as an identifier."""
     return names[0].removeprefix("--").replace("-", "_")
 
 

@@ -91,7 +91,6 @@ class TemplateOptions:
         return made
 
     def _system(self) -> list[Message]:
-        """Return the system message, if there is one."""
         if self.system_prompt is None:
             return []
         text = sound_text("--system-prompt", self.system_prompt)

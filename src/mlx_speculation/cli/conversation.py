@@ -32,8 +32,7 @@ class Conversation:
     def ask(self, message: str) -> list[int]:
         """Add a message; return the ids of the conversation up to the answer to it.
 
-        Raises:
-            InvalidRequestError: the template refuses the message, which is not added.
+        A message that the template refuses is not added.
         """
         said: Message = {"role": "user", "content": message}
         messages = [*self._messages, said]

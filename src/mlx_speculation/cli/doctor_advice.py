@@ -66,7 +66,6 @@ def required_names(requirements: Sequence[str]) -> list[str]:
 
 
 def _required(requirements: Sequence[str]) -> list[Requirement]:
-    """Return requirements without those of extras."""
     parsed = [Requirement(text) for text in requirements]
     return [wanted for wanted in parsed if wanted.marker is None]
 
@@ -111,7 +110,6 @@ def _speed(facts: Facts) -> Iterator[Advice]:
 
 
 def _blas(facts: Facts) -> Iterator[Advice]:
-    """Advise on a faster BLAS for the CPU."""
     missing = [name for name in OPENBLAS if facts.packages.get(name) is None]
     if facts.system == "linux" and not facts.openblas:
         action = f"pip install {' '.join(OPENBLAS)}, and leave --blas at auto"
@@ -133,7 +131,6 @@ def _blas(facts: Facts) -> Iterator[Advice]:
 
 
 def _threads(facts: Facts) -> Iterator[Advice]:
-    """Advise on a slow number of threads that the user has set."""
     values = {name: facts.environment.get(name, "") for name in THREADS}
     named = [name for name, value in values.items() if value.isdigit() and int(value)]
     if not named or not facts.openblas or facts.cores is None:

@@ -90,7 +90,6 @@ def _spans(chunks: Sequence["Chunk"]) -> str:
 
 
 def _details(chunk: "Chunk", tokenizer: Any) -> dict[str, Any]:
-    """Return the details that hovering over a token shows."""
     logprob = chunk.logprob
     top = () if logprob is None else logprob.top
     return {

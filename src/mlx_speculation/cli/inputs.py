@@ -106,11 +106,7 @@ def check_input(option: str, path: Path) -> None:
 
 
 def checked_images(paths: Sequence[Path], prefix: str) -> list[Path]:
-    """Return the files of a prompt's images.
-
-    Raises:
-        InvalidRequestError: a file cannot be read, or `prefix` is not empty.
-    """
+    """Return the files of a prompt's images; refuse unreadable ones, and a prefix."""
     for path in paths:
         check_input("--image", path)
     if paths and prefix:
@@ -159,11 +155,7 @@ def check_output(option: str, path: Path) -> None:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[Path]:
-    """Yield a file to write: a temporary one that replaces `path`, or `path` itself.
-
-    Raises:
-        SpeculationError: the file cannot be written.
-    """
+    """Yield a file to write: a temporary one that replaces `path`, or `path` itself."""
     whole = path.resolve()
     regular = whole.is_file() or not whole.exists()  # a device is written directly
     atomic = regular and os.access(whole.parent, os.W_OK)

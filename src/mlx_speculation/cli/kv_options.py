@@ -43,12 +43,7 @@ class KvOptions(KvLimits):
     def before(
         self, model: str, generator: "SpeculativeGenerator"
     ) -> "LoadedCaches | None":
-        """Return the caches of --prompt-cache-file; None: the option is unset.
-
-        Raises:
-            CacheFileError: the file is damaged, or does not match the target.
-            InvalidRequestError: the file was made for another target.
-        """
+        """Return the caches of --prompt-cache-file, for this target; None: unset."""
         if self.prompt_cache_file is None:
             return None
         from mlx_speculation.engine.mlx_lm_compat.prompt_file import load_prompt

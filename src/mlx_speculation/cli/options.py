@@ -221,7 +221,6 @@ class SamplingOptions:
         return Sampling(**given, **more)
 
     def _biases(self) -> dict[int, Any] | None:
-        """Return the numbers to add to logits, by token id; None: none."""
         if self.logit_bias is None:
             return None
         biases = parsed_json("--logit-bias", self.logit_bias)

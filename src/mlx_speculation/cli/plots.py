@@ -18,12 +18,7 @@ _SHIFT = 0.09  # keeps the bars of several drafts apart
 
 
 def check_plot(path: str | Path) -> None:
-    """Refuse a picture that could not be drawn.
-
-    Raises:
-        InvalidRequestError: `path` has no extension of a picture format.
-        MissingLibraryError: matplotlib is not installed.
-    """
+    """Refuse an unknown picture format, and a missing matplotlib."""
     endings = _figure_class()().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in endings:
         raise InvalidRequestError(

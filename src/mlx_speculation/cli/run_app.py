@@ -70,7 +70,6 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _ending(leave: Callable[[int], Exception | SystemExit]) -> Iterator[None]:
-    """Turn an exception that ends a command into a line and a status."""
     with warnings.catch_warnings():
         theirs = warnings.showwarning
 

@@ -58,7 +58,6 @@ def show(
 
 
 def _with_bar(stream: "Stream", screen: Screen, bar: PromptBar) -> Iterator["Chunk"]:
-    """Yield a stream's chunks; show a progress bar until the first one."""
     started = time.perf_counter()
     with screen.progress("reading the prompt") as report:
         bar.report = report

@@ -1,6 +1,7 @@
 """The demonstration models of the repository, and the bundled prompts.
 
-A package that was installed from a wheel has the prompts only.
+A package that was installed from a wheel has the prompts only. If a file is not there,
+all functions raise `DemoModelsMissingError`.
 """
 
 import json
@@ -64,29 +65,17 @@ def demo_models() -> dict[str, Path]:
 
 
 def demo_prompts() -> list[DemoPrompt]:
-    """Return the bundled prompts, in the order of their file.
-
-    Raises:
-        DemoModelsMissingError: The file is not in this installation.
-    """
+    """Return the bundled prompts, in the order of their file."""
     return [DemoPrompt(**row) for row in _rows("prompts.json")]
 
 
 def chat_prompts() -> list[DemoPrompt]:
-    """Return the bundled messages for chat models, one of each group.
-
-    Raises:
-        DemoModelsMissingError: The file is not in this installation.
-    """
+    """Return the bundled messages for chat models, one of each group."""
     return [DemoPrompt(**row) for row in _rows("chat_prompts.json")]
 
 
 def chat_stories() -> list[Story]:
-    """Return the bundled stories for chat models, in the order of their file.
-
-    Raises:
-        DemoModelsMissingError: The file is not in this installation.
-    """
+    """Return the bundled stories for chat models, in the order of their file."""
     return [Story(**row) for row in _rows("stories.json")]
 
 

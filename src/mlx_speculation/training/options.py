@@ -165,11 +165,7 @@ class TrainOptions:
     )
 
     def check(self) -> None:
-        """Check the values.
-
-        Raises:
-            InvalidRequestError: a value is out of range, or contradicts another one.
-        """
+        """Refuse values that are out of range or contradict each other."""
         if self.kind not in get_args(Kind):
             raise InvalidRequestError(
                 f"kind is {self.kind!r}, and one of {', '.join(get_args(Kind))} is "
@@ -192,7 +188,6 @@ class TrainOptions:
             )
 
     def _check_blocks(self) -> None:
-        """Refuse options that the kind of drafter does not have."""
         wrong = {
             "depths": self.blocks,
             "block": not self.blocks,

@@ -75,11 +75,7 @@ class Schedule:
     spent: float = 0.0  # seconds from `began` to the end of timing
 
     def fit(self, options: TrainOptions, rates: Rates) -> Sizes:
-        """Store the rates, and return `sized` options for the minutes left.
-
-        Raises:
-            InvalidRequestError: the minutes are too few for any training.
-        """
+        """Store the rates; return the options that are smaller, see `sized`."""
         assert self.minutes is not None
         self.rates, self.spent = rates, time.monotonic() - self.began
         return sized(options, rates, 60 * self.minutes - self.spent, self.spent)

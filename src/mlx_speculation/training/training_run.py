@@ -69,21 +69,13 @@ RUN = "run"
 
 @dataclass(slots=True)
 class TrainingResult:
-    """Result of a training.
+    """Result of a training."""
 
-    Attributes:
-        folder: the draft's folder.
-        ended: "steps", "stale", "time", "interrupt", or "data" (with `data_only`).
-        record: the content of training.json; after "data" only its entry "data".
-        speeds: measured speeds; None: they were not measured.
-        pairing: a line that says how speculation.json was changed, or why it was not.
-    """
-
-    folder: Path
-    ended: str
-    record: dict[str, Any]
-    speeds: Speeds | None = None
-    pairing: str = ""
+    folder: Path  # of the draft
+    ended: str  # "steps", "stale", "time", "interrupt", or "data" (with `data_only`)
+    record: dict[str, Any]  # training.json; after "data" only its entry "data"
+    speeds: Speeds | None = None  # None: not measured
+    pairing: str = ""  # how speculation.json was changed, or why it was not
 
 
 def train(
@@ -96,12 +88,8 @@ def train(
 ) -> TrainingResult:
     """Train a draft for a target, or resume a training that was interrupted.
 
-    Args:
-        target: folder or repository of the target.
-        out: the draft's folder; made if it does not exist.
-        options: the options of the training.
-        reports: callbacks for progress; None: no reports.
-        trust_remote_code: whether code in the target's folder may run.
+    `target` is a folder or repository. `out` is the draft's folder, which is made if it
+    does not exist. With `trust_remote_code` code in the target's folder may run.
 
     Raises:
         InvalidRequestError: an option is out of range, `out` holds other files, there
@@ -126,11 +114,7 @@ def train(
 
 
 def check_folder(out: Path) -> None:
-    """Check that a folder is new, empty or of a training.
-
-    Raises:
-        InvalidRequestError: the folder holds other files, or is itself a file.
-    """
+    """Refuse a folder unless it is new, empty or of a training."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -145,11 +129,7 @@ def check_folder(out: Path) -> None:
 
 
 def try_folder(out: Path) -> None:
-    """Make a folder, and check that it can be written.
-
-    Raises:
-        InvalidRequestError: it cannot be written.
-    """
+    """Make a folder, and refuse it if it cannot be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -337,7 +317,6 @@ class Run:
         )
 
     def _steps(self, stepper: TrainingStep, batches: RowBatches) -> int:
-        """Return the number of steps to take."""
         options = self.options
         if options.steps is not None:
             return options.steps

@@ -85,8 +85,6 @@ def chat(
 
 @dataclass(slots=True)
 class _Talk:
-    """The turns of a conversation."""
-
     generator: "SpeculativeGenerator"
     conversation: Conversation
     options: "StreamKeywords"

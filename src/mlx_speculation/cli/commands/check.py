@@ -125,7 +125,6 @@ def check(
 
 
 def _verdict(judged: "RowVerdict", compared: Compared | None, *, same: bool) -> str:
-    """Return the lines of the verdict; the last line is the result."""
     lines = [f"first: {judged.first}"] if judged.first is not None else []
     lines.append(f"rows: {judged}")
     lines += [] if compared is None else [f"text: {_described(compared)}"]
@@ -210,7 +209,6 @@ def _compare(
     options: SamplingOptions,
     screen: Screen,
 ) -> Compared:
-    """Generate the text with and without the draft."""
     sampling = options.sampling(generator.tokenizer).with_seed()
     arguments: dict[str, Any] = {"max_tokens": tokens, "stop_tokens": ()}
     arguments["sampling"] = sampling
@@ -223,7 +221,6 @@ def _compare(
 
 
 def _described(texts: Compared) -> str:
-    """Return a line that says whether the texts are the same."""
     if texts.parting is None:
         stats = texts.drafted.stats
         return (

@@ -135,7 +135,6 @@ class _Target:
 
 
 def _bundled() -> Iterator[_Target]:
-    """Yield the bundled targets with the bundled draft model."""
     from mlx_speculation import load
 
     folders = demo_models()
@@ -198,14 +197,12 @@ class _Teller:
         return compared
 
     def _announce(self, story: Story, place: int) -> None:
-        """Print a heading for the next text."""
         about = f": {story.about}" if story.about else ""
         turns = len(story.turns)
         turn = f" ({place} of {turns})" if turns > 1 else ""
         self._screen.out.rule(escape(f"{self._name}: {story.name}{about}{turn}"))
 
     def _answer(self, tokens: list[int], prediction: str | None) -> Compared:
-        """Return one answer, decoded with and without drafts."""
         from mlx_speculation import Sampling
 
         stops: dict[str, Any] = {} if self._chat else {"stop_tokens": ()}

@@ -98,7 +98,6 @@ def _offered(draft: str, describe: Callable[[], str]) -> Offered:
 
 
 def _file(folder: Path) -> str:
-    """Describe the draft that speculation.json names."""
     from mlx_speculation.engine.drafters.registry import FOLDER_DRAFTS
     from mlx_speculation.models.checkpoints import read_pair
 
@@ -128,7 +127,6 @@ def _head(folder: Path, target: "nn.Module") -> str:
 
 
 def _folder(draft: str, resolve: Resolve) -> str:
-    """Describe the draft of --draft, if it can draft for the target."""
     result = resolve(draft)
     kind = None if result.draft is None else result.draft.kind
     return ". ".join(

@@ -245,7 +245,6 @@ def _calibrate(measured: Measured) -> list[str]:
 
 
 def _busy(table: Mapping[str, float]) -> bool:
-    """Return whether a round with a draft took less time than a plain step."""
     return "0" in table and any(each < 0.95 * table["0"] for each in table.values())
 
 

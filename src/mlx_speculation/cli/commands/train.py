@@ -132,7 +132,6 @@ def _shown(screen: Screen) -> Iterator["Reports"]:
 
 
 def _evaluated(progress: Any) -> str:
-    """Return a line about the newest evaluation."""
     newest = progress.history[-1]
     loss = f", loss {progress.losses[-1][1]:.3f}" if progress.losses else ""
     parts = [
@@ -147,7 +146,6 @@ def _shares(rates: dict[str, Any]) -> str:
 
 
 def _table(result: "TrainingResult") -> Table:
-    """Return a table of the acceptance on held-out text."""
     record = result.record
     kept = next(
         each for each in record["evaluations"] if each["step"] == record["best"]["step"]

@@ -65,7 +65,6 @@ class Dialogues:
 
     @classmethod
     def _read(cls, file: Path, target: str) -> "Dialogues":
-        """Return the dialogues of one file."""
         try:
             with safe_open(file, "np") as opened:
                 said = opened.metadata() or {}

@@ -75,7 +75,6 @@ class RowBatches:
         return np.sort(order, axis=1).astype(np.int32)
 
     def _stream(self, epoch: int) -> RowBatch:
-        """Return the joined text of a pass."""
         if self._joined is None or self._joined[0] != epoch:
             order = np.random.default_rng([self._seed, epoch]).permutation(
                 len(self._dialogues)

@@ -42,11 +42,7 @@ class BlockTrainee(NewHead):
     """A block drafter in training.
 
     It drafts `ids`; None: all, with the target's output layer. `config` is that of the
-    target. `mask` is the id of mask tokens.
-
-    Raises:
-        UnsupportedModelError: the layers, entry or norm of the target were not found.
-        InvalidRequestError: the options name a layer that the target lacks.
+    target. `mask` is the id of mask tokens. For errors see `check_trainee`.
     """
 
     def __init__(

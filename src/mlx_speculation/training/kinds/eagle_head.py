@@ -26,11 +26,7 @@ class EagleTrainee(NewHead):
     """An EAGLE-3 head in training.
 
     It drafts `ids` and reads `layers` of the target; None: the usual three. `config` is
-    the target's.
-
-    Raises:
-        UnsupportedModelError: the target's layers, embedding or norm were not found.
-        InvalidRequestError: the target lacks one of `layers`.
+    the target's. For errors see `check_trainee`.
     """
 
     kind = "eagle"

@@ -24,9 +24,6 @@ class NewHead(Trainee):
 
     It drafts `ids`; None: all, with the target's output layer. With `after_norm` it
     reads the last layer after the norm.
-
-    Raises:
-        InvalidRequestError: the target lacks a layer, or a layer is named twice.
     """
 
     _config: dict[str, Any]  # the drafter's config.json

@@ -30,12 +30,8 @@ class SmallModelTrainee(Trainee):
     """A draft model in training.
 
     The folder `draft` holds its config.json. If it holds no weights, random ones are
-    drawn. `target` is the target's folder, whose tokenizer the draft gets.
-
-    Raises:
-        ModelFolderError: mlx-lm cannot make a model of the draft's config.json.
-        TokenizerMismatchError: the draft has other token ids.
-        UnsupportedModelError: the draft is quantized.
+    drawn. `target` is the target's folder, whose tokenizer the draft gets. For errors
+    see `check_trainee`.
     """
 
     kind = "draft"
@@ -87,7 +83,6 @@ class SmallModelTrainee(Trainee):
 
 
 def _made(config: dict[str, Any], seed: int) -> nn.Module:
-    """Return a model with random weights."""
     try:
         kind, arguments = _get_classes(config)
         model: nn.Module = kind(arguments.from_dict(config))

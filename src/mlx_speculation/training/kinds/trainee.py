@@ -11,24 +11,15 @@ from mlx_speculation.training.unroll import Made, Read, Recorded
 
 
 class Trainee(ABC):
-    """A drafter in training; a slot is a position of a text from which it drafts.
+    """A drafter in training; a slot is a position of a text from which it drafts."""
 
-    Attributes:
-        kind: `TrainOptions.kind`.
-        module: the drafter; it may have frozen weights.
-        taps: the target's hidden states that the drafter reads; None: it reads none.
-        ids: the target's id of each column of the logits, uint32 [n]; None: all ids.
-        first: slot i at depth 0 drafts token i + `first`.
-        most: the maximum number of tokens that it drafts from a slot; None: any.
-        fading: the weight of a depth in the loss, relative to the depth before.
-    """
-
-    kind: str
-    module: Any
-    taps: HiddenStates | None = None
-    ids: mx.array | None = None
-    first = 2
-    most: int | None = None
+    kind: str  # `TrainOptions.kind`
+    module: Any  # the drafter; it may have frozen weights
+    taps: HiddenStates | None = None  # what the drafter reads of the target; None: none
+    ids: mx.array | None = None  # of each column of the logits, uint32 [n]; None: all
+    first = 2  # slot i at depth 0 drafts token i + `first`
+    most: int | None = None  # maximum number of tokens drafted from a slot; None: any
+    # Weight of a depth in the loss, relative to the depth before
     fading = 0.8  # as in EAGLE-3
 
     @abstractmethod

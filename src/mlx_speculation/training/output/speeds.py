@@ -44,7 +44,7 @@ def measured(
 ) -> tuple[Speeds | None, str]:
     """Return the speeds, and the reason why speculation.json should not name the draft.
 
-    Speeds are None if not measured; the reason is empty if there is none. `until` is a
+    Speeds are None if not measured. The reason is empty if the draft pays. `until` is a
     time of `time.monotonic`; None: no limit.
     """
     prompts = [
