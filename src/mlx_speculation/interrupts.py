@@ -154,8 +154,9 @@ def _close_left_open() -> None:
 def _raise_later(error: BaseException) -> None:
     """Raise an error in the main thread once no finalizer runs there.
 
-    A temporary handler of SIGINT raises the error, and a SIGINT is sent to that thread:
-    this also ends a blocking call.
+    A temporary handler of SIGINT raises the error, and a SIGINT is sent to that thread.
+    The signal also ends a blocking call. If other code has replaced the handler
+    meanwhile, that handler gets the signal.
     """
     before = _get(signal.SIGINT)
     if before is None:  # not set from Python, so it could not be restored

@@ -36,13 +36,13 @@ class Screen:
         self._in_line = False
 
     def say(self, line: str) -> None:
-        """Print a dim line on standard error, unless `quiet` is set."""
+        """Print a dim line on standard error."""
         if self.quiet:
             return
         self.notes.print(line, style="dim", highlight=False, markup=False)
 
     def text(self, text: str) -> None:
-        """Print a piece of text on standard output, unless `json` is set."""
+        """Print a piece of text on standard output."""
         if not self.json:
             typer.echo(text, nl=False)
             if text:
@@ -65,10 +65,7 @@ class Screen:
             self.text("\n")
 
     def table(self, table: Table, *, result: bool = True) -> None:
-        """Print a table unless `json` is set; a result goes to standard output.
-
-        The table may be wider than the terminal.
-        """
+        """Print a table, even a wide one; a `result` goes to standard output."""
         if self.json or (self.quiet and not result):
             return
         console = self.out if result else self.notes

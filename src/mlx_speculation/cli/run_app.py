@@ -9,8 +9,7 @@
     a second one of these signals        nothing more              130, 143
     a closed pipe, as in `| head`        nothing                   141
 
-Some warnings are printed as one line, "note: ...". Any other exception is a bug and
-keeps its traceback.
+Any other exception is a bug and keeps its traceback.
 """
 
 import os

@@ -42,8 +42,7 @@ def demo_models() -> dict[str, Path]:
     """Return the folders of the demonstration models, by name.
 
     The targets "dense", "sliding" and "hybrid" have different kinds of caches. "draft"
-    is a draft model for all three, "assistant" drafts for "sliding", and "eagle" for
-    "dense".
+    drafts for all three, "assistant" for "sliding", and "eagle" for "dense".
 
     Raises:
         DemoModelsMissingError: A folder is not in this installation.

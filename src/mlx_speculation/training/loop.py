@@ -24,7 +24,7 @@ from mlx_speculation.training.step import TrainingStep
 
 _GAIN = 0.002  # the smallest increase of the mean accepted length that counts
 _SAVED = 45.0  # seconds after which the state is saved again
-_LOOKED = 10  # maximum steps of a chunk; losses are read after it
+_LOOKED = 10  # maximum steps of a chunk; losses are read after each chunk
 _CHUNK = 8.0  # maximum seconds of a chunk, unless one step takes longer
 
 

@@ -1,8 +1,8 @@
 """Estimate of the memory that a training takes.
 
-The estimate counts the target's weights, four float32 numbers per trained weight (the
-weight, its gradient, two moments), and the arrays that the backward pass of a batch
-needs. It has not been compared with the peak that mlx reports.
+It counts the target's weights, four float32 numbers per trained weight (the weight, its
+gradient, two moments), and the arrays of a backward pass. It has not been compared with
+the peak that mlx reports.
 """
 
 from collections.abc import Iterator, Mapping

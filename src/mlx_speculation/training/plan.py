@@ -52,7 +52,7 @@ Sizes = dict[str, Any]  # options by name
 class Rates:
     """Measured times, in seconds."""
 
-    position: float  # for a step, per slot
+    position: float  # of a step, per slot
     token: float  # to write one token of a single dialogue
     tokens: float  # to write one token of each of `batch` dialogues
     batch: int

@@ -27,10 +27,10 @@ FORMAT = "mlx-speculation training 1"
 class Progress:
     """Progress of a training."""
 
-    steps: int = 0  # planned number of steps; 0: not known yet
+    steps: int = 0  # planned; 0: not known yet
     dialogues: int = 0  # number of dialogues to learn from
     ids: list[int] = field(default_factory=list)  # of the draft; empty: all
-    step: int = 0  # number of steps taken
+    step: int = 0  # steps taken
     best: tuple[float, int] = (0.0, 0)  # greatest mean accepted length, and its step
     stale: int = 0  # evaluations since the best one
     seconds: float = 0.0  # spent on steps

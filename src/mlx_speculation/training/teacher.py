@@ -1,7 +1,7 @@
 """The target as the teacher: the drafter's inputs, and the distributions to learn.
 
-The target runs outside of the differentiated function, so it keeps its fast kernels and
-mlx stores no graph of its forward.
+The target runs outside of the differentiated function, so that it keeps its fast
+kernels and no graph of its forward is stored.
 """
 
 from typing import NamedTuple

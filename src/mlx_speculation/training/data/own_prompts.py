@@ -1,8 +1,7 @@
 """Prompts that a target writes itself (Magpie, arXiv 2406.08464).
 
-A chat model reads its template up to the start of the user's text, sometimes with the
-first words of a request, and continues with text like that of users in its training
-data.
+A chat model reads its template up to the user's text, and perhaps the first words of a
+request. It continues with text like that of users in its training data.
 """
 
 import random
@@ -76,9 +75,9 @@ SEEDS = (
 
 
 def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that a chat template puts before and after a user's text.
+    """Return the tokens of a chat template before and after a user's text.
 
-    Without a template the tokens before the text are those that begin any text.
+    Without a template these are the tokens that begin any text, and none.
 
     Raises:
         InvalidRequestError: the template does not repeat the text unchanged.

@@ -27,13 +27,12 @@ class RowBatches:
 
     def __init__(
         self,
-        dialogues: Sequence[Dialogue],  # to learn from
+        dialogues: Sequence[Dialogue],
         rows: int,  # of a batch
-        slots: int,  # of a row; also the distance between the starts of two rows
+        slots: int,  # of a row; also the distance of the starts of successive rows
         more: int,  # tokens of a row after its slots
-        seed: int,  # of the order
-        # Number of random slots of a row to draft from, new in each batch; None: all
-        anchors: int | None = None,
+        seed: int,
+        anchors: int | None = None,  # random slots of a row to draft from; None: all
         first: int = 0,  # slot i drafts token i + first
     ) -> None:
         self._dialogues, self._rows, self._slots = dialogues, rows, slots

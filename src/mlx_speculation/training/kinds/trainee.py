@@ -16,7 +16,7 @@ class Trainee(ABC):
     kind: str  # `TrainOptions.kind`
     module: Any  # the drafter; it may have frozen weights
     taps: HiddenStates | None = None  # what the drafter reads of the target; None: none
-    ids: mx.array | None = None  # of each column of the logits, uint32 [n]; None: all
+    ids: mx.array | None = None  # target's id by logits column, uint32 [n]; None: all
     first = 2  # slot i at depth 0 drafts token i + `first`
     most: int | None = None  # maximum number of tokens drafted from a slot; None: any
     # Weight of a depth in the loss, relative to the depth before
@@ -35,7 +35,7 @@ class Trainee(ABC):
 
     @abstractmethod
     def save(self, folder: Path, bits: int | None) -> None:
-        """Write the drafter's files into an existing folder, over files there.
+        """Write the drafter's files into an existing folder; replace files there.
 
         `bits`: bits of the drafter's matrices; None: 16-bit numbers.
         """

@@ -38,14 +38,14 @@ def described(
 
 
 def write_record(
-    folder: Path,  # the draft's folder
-    target: str,  # the target's name
+    folder: Path,  # of the draft
+    target: str,
     options: Mapping[str, Any],  # those that a resumed training may not change
     progress: Progress,
-    data: Mapping[str, Any],  # as from `described`
-    lookup: Mapping[str, Acceptance],  # acceptance of prompt lookup on the same text
-    ended: str,  # why the training ended, as in `TrainingResult`
-    speeds: Speeds | None,  # None: they were not measured
+    data: Mapping[str, Any],  # see `described`
+    lookup: Mapping[str, Acceptance],  # of prompt lookup on the same text
+    ended: str,  # see `TrainingResult`
+    speeds: Speeds | None,  # None: not measured
 ) -> dict[str, Any]:
     """Write training.json and README.md, and return the content of training.json."""
     record = {
