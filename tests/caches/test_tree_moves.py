@@ -141,6 +141,12 @@ def test_what_is_no_path_of_the_round_is_refused_and_nothing_moved() -> None:
         written(speculation.caches[0], [5, 6])
         with pytest.raises(InvalidRequestError, match="isolated"):
             speculation.move([1])
+    caches = [KVCache(), KVCache()]
+    with Speculation(caches) as speculation:
+        for cache, rows in zip(speculation.caches, ([0, 1], [0, 1, 2]), strict=True):
+            written(cache, rows)
+        with pytest.raises(InvalidRequestError, match="the same number written by"):
+            speculation.move([1])
 
 
 @pytest.mark.parametrize("cache", [ArraysCache(2), RotatingKVCache(6, keep=2)])

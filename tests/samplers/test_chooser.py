@@ -196,6 +196,12 @@ def test_the_accepted_prefix_is_what_equals_the_targets_choices(
     assert got.item() == expected
 
 
+def test_padding_after_a_shorter_draft_is_never_accepted() -> None:
+    drafted, choices = mx.array([[5, 0], [5, 0]]), mx.array([[5, 0, 7], [5, 0, 7]])
+    got = count_accepted(drafted, choices, mx.array([1, 2]))
+    assert got.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("mark", [normalizers, peaks])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_the_mark_of_a_row_without_a_choice_is_not_finite(
