@@ -142,7 +142,11 @@ class Speculation:
 
     @property
     def start(self) -> int | None:
-        """Positions in the caches, if read before the first write; None: unknown."""
+        """Positions in the caches, if read before the first write; None: unknown.
+
+        Raises:
+            InvalidRequestError: a cache holds a batch.
+        """
         if self._unopened is not None:
             return self._unopened.start
         return position(self._live)

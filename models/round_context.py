@@ -124,7 +124,7 @@ def rows_of_a_round(part: int = 0) -> Iterator[None]:
 def plain_step(positions: int) -> Iterator[None]:
     """Inside the block, this thread builds a plain step or a part of a prompt.
 
-    `positions` are those that are fed, of all rows together.
+    `positions` is the number of fed positions, of all rows together.
     """
     # On a GPU a batch's step keeps the parts of the enclosing `rows_of_a_round`.
     parts = _parts.get()

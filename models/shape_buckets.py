@@ -6,9 +6,9 @@ and each number of positions. Making a plan takes about 40 ms, see
 
     1  2  3  4  6  8  12  16  24  32  48  64 ...
 
-While a batch shrinks from 32 rows to 1, it needs ten plans, and its padding is 13% of
-its live rows. With powers of two it would be six plans and 29%. A plan is made once,
-but a padding row costs time in each round.
+While a batch shrinks from 32 rows to 1, it has ten sizes, and its padding is 13% of its
+live rows. With powers of two it would have six sizes, and 29% of padding. A plan is
+made once, but a padding row costs time in each round.
 
 A batch also drafts these lengths only, and a forward over any other number of positions
 is padded.

@@ -221,7 +221,7 @@ def batch(leaf: Any) -> int | None:
 
 def positions(leaf: Any) -> list[int] | None:
     """Return how many tokens each row holds; None: not counted, or an empty leaf."""
-    offset: Any = getattr(leaf, "offset", 0)  # 0 also if the model does not use it
+    offset: Any = getattr(leaf, "offset", 0)  # also 0 if the model ignores the leaf
     if isinstance(offset, mx.array):
         each: Any = offset.tolist()
         return None if leaf.keys is None else list(each)

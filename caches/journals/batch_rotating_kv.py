@@ -1,7 +1,7 @@
 """Journal of `BatchRotatingKVCache`: the sliding windows of the rows of a batch.
 
 `caches.journals.ring` undoes whole writes. To commit a part of a round, this journal
-undoes all writes and then appends to each row the positions that the row keeps, which
+undoes all writes and then appends to each row the positions that the row keeps. This
 copies the window once. An example: the window is 6, the rows have positions 1 .. 9 and
 1 .. 3, and a round writes three more to each:
 

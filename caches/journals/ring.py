@@ -30,9 +30,9 @@ SAVED_ROWS = 64
 class SavedSlots:
     """Slots of a full ring, copied before single writes overwrite them.
 
-    `keys` and `values` refer to the cache's arrays; recorded single writes update them.
-    If the cache has other arrays, the copy is stale. The references are weak, since a
-    strong one would make the next write copy the window.
+    `keys` and `values` refer to the cache's arrays. Each recorded single write renews
+    both references. If the cache has other arrays, the copy is stale. The references
+    are weak, since a strong one would make the next write copy the window.
     """
 
     keys: "weakref.ref[mx.array]"

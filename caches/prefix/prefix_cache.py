@@ -37,9 +37,10 @@ class PrefixCache:
         max_bytes: limit of the bytes of all kept arrays. None: a quarter of the memory
             that is free at the first use, or 2 GB if that is unknown.
         every: largest distance of two restore points, in tokens, and largest length of
-            a prompt's chunk and of an edge. A model with rings or recurrent layers can
-            be resumed only at restore points, so a resumed request reads at most
-            `every` known tokens again. Each point costs the bytes of all states.
+            a chunk of a prompt and of an edge of the tree. A model with rings or
+            recurrent layers can be resumed only at restore points, so a resumed request
+            reads at most `every` known tokens again. Each point costs the bytes of all
+            states.
         folder: directory that keeps the contents for later processes with the same
             models. Several processes may share it. It is created with mode 0700.
             None: memory only.
@@ -139,10 +140,11 @@ class PrefixCache:
                 self._begin()
 
     def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:
-        """Add a role for a head on the first model, and return the role's index.
+        """Return the index of a head's role; add the role if it is new.
 
-        `owner` is the head, compared by identity, and `caches` are new empty caches of
-        it. Row m of the head is computed from the tokens [0, m + lag].
+        `owner` is the head, compared by identity; it is on the first model. `caches`
+        are new empty caches of the head. Row m of the head is computed from the tokens
+        [0, m + lag].
         """
         with self._lock:
             return self._roles.bind_head(owner, caches, lag)
@@ -190,7 +192,8 @@ class PrefixCache:
     def fetch(self, tokens: Tokens) -> int:
         """Read from the folder into memory the rows that a request can use.
 
-        The result is the number of tokens that the target could reuse before this.
+        The result is the number of tokens that the target could reuse from memory
+        before this call.
         """
         with self._alone() as again:
             disk = None if again else self._disk

@@ -76,7 +76,7 @@ class SegmentFolder:
 
     Raises:
         InvalidRequestError: other users may read the folder, its key is not valid, or
-            the number is out of range.
+            `gigabytes` is out of range.
     """
 
     def __init__(self, folder: str | os.PathLike[str], gigabytes: float) -> None:
@@ -253,7 +253,7 @@ class SegmentFolder:
             (self.path / name).unlink()
 
     def _make_room(self, size: int) -> None:
-        """Remove abandoned, then least recently used files until `size` bytes fit."""
+        """Remove abandoned and least recently used files until `size` bytes fit."""
         if size > self._max_bytes:
             raise OSError(
                 f"a segment has {size} bytes, and disk_gigabytes allows "

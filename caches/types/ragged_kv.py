@@ -82,7 +82,10 @@ class RaggedKVCache(BatchKVCache):
         return self._shown(self.columns)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Write [rows, heads, positions, dim] after each row's end; return columns."""
+        """Write after each row's last position; return the first `shown` columns.
+
+        Keys and values are [rows, heads, positions, dim].
+        """
         width, lengths = keys.shape[2], self.lengths
         self.stepped = width > 1
         stop = self._shown(max(lengths) + width)

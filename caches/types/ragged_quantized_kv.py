@@ -59,7 +59,11 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return keys, tuple(part[..., :stop, :] for part in self.values)
 
     def extend(self, other: Any) -> None:
-        """Append the rows of a batch; refuse other bits or another group size."""
+        """Append the rows of another batch.
+
+        Raises:
+            InvalidRequestError: the two batches' bits or group sizes differ.
+        """
         self._check_form(other)
         super().extend(other)
 

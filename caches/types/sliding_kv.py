@@ -113,7 +113,7 @@ class SlidingKVCache:
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Append rows; return at most `max_size` - 1 rows before them, then these."""
+        """Append rows; return up to `max_size` - 1 earlier rows, then the new rows."""
         return self._append(keys, values, undo=0)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -225,7 +225,7 @@ class SlidingKVCache:
 
 
 def _buffer(rows: mx.array, size: int, *, filled: bool = False) -> mx.array:
-    """Return a buffer of `size` rows: zeros, or with `filled` `rows` and then zeros."""
+    """Return a buffer of `size` zero rows; with `filled`, it begins with `rows`."""
     batch, heads, count, dim = rows.shape
     buffer = mx.zeros((batch, heads, size, dim), rows.dtype)
     if filled:  # half the cost of a concatenation with zeros

@@ -103,7 +103,10 @@ def number(
     default: int | None = None,
     least: int = 1,
 ) -> int:
-    """Return a whole number of config.json, at least `least`; None: no default."""
+    """Return a whole number of config.json, at least `least`.
+
+    If `default` is None, the number has to be there.
+    """
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

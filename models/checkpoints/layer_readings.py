@@ -38,7 +38,10 @@ class LayerList:
     place: str  # its key in config.json, with the path
 
     def layers(self, counts: LayerIds | None = None) -> Layers:
-        """Return the layers from 0; `counts` None: as is usual for the list's key."""
+        """Return the layers, counted from 0.
+
+        `counts` says how the list counts; None: in the usual way for its key.
+        """
         shift = 1 if (counts or self.counts) == "tuple" else 0
         return tuple(each - shift for each in self.ids)
 
@@ -204,7 +207,7 @@ def _guessed(
 
 
 def usual_of_blocks(trunk: int, count: int) -> list[Layers]:
-    """Return lists for block drafters: first one spread from 1 to trunk - 3."""
+    """Return lists for block drafters; the first one is spread from 1 to trunk - 3."""
     return [_spread(1, trunk - 3, count), *_three(trunk)]
 
 
@@ -214,7 +217,7 @@ def usual_of_eagle(trunk: int, count: int) -> list[Layers]:
 
 
 def _three(trunk: int) -> list[Layers]:
-    """Return layers 2, N // 2, N - 3: first counted with the embedding, as in vLLM."""
+    """Return layers 2, N // 2 and N - 3, counted with the embedding, and from 0."""
     numbers = (2, trunk // 2, trunk - 3)
     return [tuple(each - 1 for each in numbers), numbers]
 

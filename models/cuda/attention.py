@@ -104,7 +104,7 @@ def attention(
     *,
     contiguous: bool = False,
 ) -> mx.array:
-    """Return softmax(scale queries keys^T + mask) values, on CUDA, like `queries`.
+    """Return softmax(scale queries keys^T + mask) values, in the form of `queries`.
 
         queries    [batch, heads, rows, dim], bfloat16 or float16, dim in `DIMENSIONS`
         keys       [batch, key heads, columns, dim], of the same dtype; the last axis is
@@ -113,8 +113,8 @@ def attention(
         mask       "causal": the last row sees all columns; None: all rows do;
                    bool, broadcast to [batch, 1, rows, columns]: True: the row sees it
 
-    With `contiguous`, the kernel that is kept on disk is used. Other layouts are
-    copied.
+    With `contiguous`, the kernel that is kept on disk is used, for which inputs in
+    other layouts are copied.
     """
     batch, heads, rows, dim = queries.shape
     key_heads, columns = keys.shape[1:3]

@@ -28,7 +28,8 @@ def attend(
 ) -> mx.array:
     """Compute attention on CUDA, like mlx-lm's `scaled_dot_product_attention`.
 
-    A kernel computes a few rows, cuDNN more rows, padded, and mlx-lm the rest.
+    A kernel computes a few rows. More rows are padded for cuDNN. mlx-lm's own function
+    computes the rest: sinks, quantized keys, other dtypes, a single row.
     """
     if attention.serves(queries, keys, values, cache, mask, sinks):
         whole = attention.shows_whole_buffer(keys, cache)

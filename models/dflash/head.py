@@ -123,10 +123,10 @@ class DFlash:
     ) -> mx.array:
         """Return the normed states that predict the drafts, [batch, count, dim].
 
-        `context` is that of the positions before `token` that are not in the caches
-        yet, at least one, [batch, positions, dim]. `token` is the newest one, [batch,
-        1]. The context and then the whole block are written to the caches. `count` is
-        at most the head's depth.
+        `context`, [batch, positions, dim], is that of the positions before `token` that
+        are not in the caches yet, at least one. `token`, [batch, 1], is the newest
+        token. The context and then the whole block are written to the caches. `count`
+        is at most the head's depth.
         """
         settings = self.head.settings
         masks = mx.full(

@@ -1,6 +1,6 @@
 """Probe of a block drafter: tries the readings of its checkpoint, and keeps the best.
 
-No tensor shows which layers of the target the drafter reads, and whether row j of a
+No tensor shows which layers of the target the drafter reads, or whether row j of a
 block predicts the token at its own position or at the next one. The target writes a
 little text, and the probe scores the drafter's predictions under each reading.
 """

@@ -34,8 +34,8 @@ class BlockConvolution(nn.Module):
                         (base[t, c] + delta[i, t, c // group]) * y[i - t, c]
 
     Row i reads `taps` rows, itself included. `group` neighbouring channels share a
-    delta. A linear function of the rows that `sides` takes makes `delta` of both
-    convolutions.
+    delta. `delta` of both convolutions is a linear function of the rows that `sides`
+    takes.
     """
 
     def __init__(self, dim: int, taps: int, group: int) -> None:

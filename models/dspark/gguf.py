@@ -68,7 +68,10 @@ _LAYER = {
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file at a path, or alone in a folder; None: there is none."""
+    """Return the GGUF file at a path: the path itself, or the only one in a folder.
+
+    None: the folder has a config.json, or not exactly one GGUF file.
+    """
     if path.suffix == ".gguf":
         return path
     try:

@@ -48,7 +48,7 @@ class Masks:
     """The mask of a P-EAGLE head, which stands for tokens that are not drafted yet."""
 
     token: int
-    depth: int | None = None  # most drafts in a round; None: any number
+    depth: int | None = None  # largest number of drafts in a round; None: any
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The keys and values of a target that an assistant reads.
 
 For each kind of layer, sliding or full, an assistant reads the target's last cache of
-this kind. Later layers have no cache: they share an earlier layer's keys and values.
+this kind. Later layers of this kind have no cache: they share an earlier layer's keys
+and values.
 """
 
 from collections.abc import Iterable, Sequence

@@ -74,7 +74,7 @@ def _forget(kept: dict[int, Any], key: int, _: Any) -> None:
 
 
 def _look(model: nn.Module) -> list[_Table]:
-    """Find embeddings of which a forward of two equal tokens reads successive rows."""
+    """Find embeddings at which a forward of two equal tokens reads successive rows."""
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     modules = [each for each in model.modules() if isinstance(each, kinds)]
     result = []

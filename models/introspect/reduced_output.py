@@ -4,9 +4,9 @@
     with reduced.only():
         logits = model(tokens, cache=caches)        # [batch, positions, len(ids)]
 
-Inside the block the output layer multiplies with copies of those rows. The model's own
-operations on logits, such as a soft cap, still apply. An embedding that is also the
-output layer still embeds every id.
+Inside the block the output layer multiplies with copies of its rows for `ids`. The
+model's own operations on logits, such as a soft cap, still apply. An embedding that is
+also the output layer still embeds every id.
 """
 
 import io

@@ -1,7 +1,7 @@
 """Forwards in which the result of a module is replaced, or that end at a module.
 
-So a model's own code before its first layer and after its trunk can run with another
-input: scales, soft caps, masked ids and positions. No cache is used.
+So the code of a model before its first layer and after its trunk (scales, soft caps,
+masked ids, positions) can run with another input. No cache is used.
 """
 
 from typing import Any

@@ -59,7 +59,10 @@ class States:
         return self._joined(AFTER)
 
     def layer(self, index: int) -> mx.array:
-        """Return the output of a decoder layer; -1: the input of the first layer."""
+        """Return the output of a decoder layer, [batch, positions, dim].
+
+        -1 is the input of the first layer.
+        """
         return self._joined(index)
 
     @property

@@ -7,7 +7,8 @@ ran alone.
 If each new number of rows costs much (`models/shape_buckets.py`), the number of rows in
 a round of several positions is rounded up to one of a few sizes. Spare places then hold
 copies of the first row, or rows of requests that have left. Spare places are fed the
-tokens of the first row, and keep as many positions. Their logits are not read.
+tokens of the first row, and keep as many positions as that row. Logits of spare places
+are not read.
 
     rows a b c d e f g h, a round of 3     fed   a b c d e f g h     [8, 3]
     c leaves                               fed   a b . d e f g h     [8, 3]

@@ -26,7 +26,7 @@ MOST_UNREAD = 4096
 class CommittedStates:
     """States of positions [start, stop), counted in the lane's known tokens.
 
-    `select` selects or joins states [1, positions, dim] of those that `taps` collects.
+    `select` makes states [1, positions, dim] from those that `taps` collects.
     """
 
     def __init__(

@@ -54,7 +54,10 @@ def _module_of(args: Any) -> Any:
 
 
 def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
-    """Return a maker of one block of the class `layer`, with `changes` of arguments."""
+    """Return a `Build` of one block: a class of the target's module, by its name.
+
+    `changes` are new values of the target's arguments.
+    """
 
     def build(args: Any, config: Config, k: int) -> list[Block]:
         kind, index = getattr(_module_of(args), layer), args.num_hidden_layers + k

@@ -38,8 +38,8 @@ class MtpFamily:
         layers: "one": a single layer, applied again for each further drafted token;
             "chained": layer k makes drafted token k, from the output of layer k - 1 at
             the same position; "first": several are stored, only the first is used.
-        depth: the most tokens that one layer, applied again, may draft in a round;
-            None: any number.
+        depth: if one layer is applied again, the largest number of tokens that it may
+            draft in a round; None: any number.
         split_rules: the rules for a head in a folder of its own, with mlx-vlm's names;
             None: `rules` apply, also to names without "mtp.".
     """

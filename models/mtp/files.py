@@ -89,7 +89,10 @@ def find_head(
 
 
 def is_split_head(config: dict[str, Any]) -> bool:
-    """Return whether a folder with this config.json, of mlx-vlm, holds only a head."""
+    """Return whether a folder with this config.json holds only a head.
+
+    mlx-vlm splits checkpoints into such folders.
+    """
     return str(config.get("model_type", "")).endswith(SPLIT)
 
 
@@ -116,7 +119,7 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
 
 
 def sidecar_names(folder: Path) -> set[str]:
-    """Return the names of tensors that mlx-lm would load and only head files have."""
+    """Return the names of tensors that mlx-lm would load only from files of a head."""
     names: set[str] = set()
     others: set[str] = set()
     for file in weight_files(folder):
@@ -136,7 +139,10 @@ def is_leftover(module: str, name: str, trunk: int) -> bool:
 
 
 def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], bool]]:
-    """Yield the files of each place of a head; True: they are the target's shards."""
+    """Yield the files of each place where a head may be, in the order of precedence.
+
+    The flag says whether these files count as shards of the target.
+    """
     named = nested(config, "mlx_lm_extra_tensors", "mtp_file")
     if named is not None:
         file = (folder / str(named)).resolve()

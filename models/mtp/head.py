@@ -80,7 +80,7 @@ class MtpHead(nn.Module):
         *,
         # Whether layer k makes drafted token k; else the first layer makes all of them
         chained: bool = False,
-        depth: int | None = None,  # most drafted tokens in a round; None: any number
+        depth: int | None = None,  # largest number of drafts in a round; None: any
     ) -> None:
         super().__init__()
         self.layers = layers
@@ -101,9 +101,9 @@ class MtpHead(nn.Module):
 class Mtp(HeadOnTarget):
     """A head on its target.
 
-    `ends` serves layers without an embedding or output layer of their own. Output
-    layers of the head are cut to the token ids `ids`, uint32 [n], and the logits of
-    `ends` must have the same ids. None: all ids.
+    `ends` embeds tokens and makes logits for layers that lack an embedding or an output
+    layer. The output layers of the head are cut to the token ids `ids`, uint32 [n]; the
+    logits of `ends` must have the same ids. None: all ids.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 mlx-lm's layers call attention by a global name. In a round, a hooked layer runs a copy
 of its code in which this name is bound to the room's `attend` (`models.device_ops`). A
-layer whose name was bound to another function before gets no hook.
+layer gets no hook if other code has already bound this name to another function.
 """
 
 import functools

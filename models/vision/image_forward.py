@@ -35,8 +35,8 @@ class ImageForward:
         one_pass: whether the prompt up to its last image has to be fed in one forward.
 
     Raises:
-        InvalidRequestError: the numbers of images and placeholders do not fit, or the
-            prompt ends with an image.
+        InvalidRequestError: the prompt has tensors of images but no placeholders, or
+            the reverse; more images than the family reads; or an image at its end.
     """
 
     def __init__(self, target: VisionTarget, prompt: ImagePrompt) -> None:

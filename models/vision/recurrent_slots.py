@@ -8,8 +8,8 @@ fewer rows, for a commit of only the first rows:
     update_window     a short convolution: the state after n rows is a view of its input
     update_recurrent  a scan: the operation returns the state after each row
 
-Nothing is recorded for a layer that assigns its states. Such a model runs again for a
-commit of only the first rows.
+Nothing is recorded for a layer that assigns its states. A model with such a layer runs
+again for a commit of only the first rows.
 """
 
 from collections.abc import Callable
