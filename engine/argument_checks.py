@@ -6,7 +6,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def checked_count(name: str, value: Any, least: int, hint: str = "") -> int:
-    """Return `value`; refuse anything but a whole number of at least `least`."""
+    """Return a whole number of at least `least`, or raise InvalidRequestError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     raise InvalidRequestError(

@@ -36,8 +36,8 @@ StartStream = Callable[[list[int], DraftLengthPolicy], Stream]
 # Called with the numbers of finished rounds and of all rounds.
 Progress = Callable[[int, int], None]
 
-# Rounds with each part size, their draft length, and the least share of a round's time
-# that a part size has to save to replace the usual one.
+# Number of rounds with each part size, their draft length, and the least share of a
+# round's time that a part size has to save to replace the usual one.
 PART_ROUNDS, PART_DRAFT, PART_GAIN = 5, 4, 0.05
 
 
@@ -58,7 +58,7 @@ def calibrate(
 def follow(start: StartStream, contexts: Sequence[int], longest: int) -> None:
     """Run the rounds of a calibration on a rank that does not decide their lengths."""
     for context in sorted(contexts):
-        # Only rank 0's policy is used, but the classes of all ranks must be equal.
+        # Only rank 0's policy is used, but all ranks must have policies of one class.
         policy = Calibration(context, longest)
         for _ in start(policy.prompt, policy):
             pass  # until rank 0 ends it

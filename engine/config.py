@@ -59,7 +59,7 @@ class GeneratorConfig:
     notices: tuple[str, ...]  # on how the draft was chosen
     lengths: PolicyFactory
     options: GeneratorOptions  # as passed
-    # The index in the prefix cache of the head whose rows it keeps; None: of no head
+    # Index in the prefix cache of the head whose rows the cache keeps; None: of no head
     kept_head: int | None
 
     @property

@@ -122,7 +122,7 @@ class CacheSize:
 def check_prompt(
     sizes: Sequence[CacheSize], tokens: int, cache: PrefixCache | None
 ) -> None:
-    """Refuse a prompt whose caches would not fit into the free memory.
+    """Raise InvalidRequestError if a prompt's caches do not fit into the free memory.
 
     `sizes` are those of the target, draft models and heads. The prefix cache copies the
     rows, and at its restore points the states.

@@ -1,9 +1,9 @@
 """One stream's use of a prefix cache: look up, take restore points, store.
 
 A head that reads the target's hidden states has cache rows of its own. Row m of its
-layer k pairs the state of position m with token m + 1 + k. So with L layers, rows [0,
-n) depend on tokens [0, n + L), and the head next needs the states of the last L tokens.
-The target provides these states in one of two ways:
+layer k pairs the state of position m with token m + 1 + k. So with L layers, rows
+[0, n) depend on tokens [0, n + L), and the head next needs the states of the last L
+tokens. The target provides these states in one of two ways:
 
     rows only       the target resumes L tokens early, and feeds these tokens again
     restore points  the target resumes at a point, which also keeps the last L states
@@ -119,7 +119,7 @@ class PrefixReuse:
         return target
 
     def store_dropped(self, tokens: Sequence[int]) -> None:
-        """Store `tokens` of a stream that is dropped too early, if that is safe."""
+        """Store `tokens` of a stream that is dropped before its end, if safe."""
         # The garbage collector may run while the interpreter shuts down, or in another
         # thread, which cannot evaluate arrays of this thread.
         if self._thread == threading.get_ident() and not sys.is_finalizing():

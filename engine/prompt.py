@@ -61,7 +61,11 @@ class Prompts:
         return min(lengths, default=None)
 
     def fitting(self, sequence: Sequence, max_tokens: int) -> int:
-        """Return how many of `max_tokens` fit; refuse a prompt beyond the positions."""
+        """Return how many of `max_tokens` fit into the target's table of positions.
+
+        Raises:
+            InvalidRequestError: the prompt alone does not fit.
+        """
         if self.positions is None:
             return max_tokens
         count = sequence.start + len(sequence.tokens)

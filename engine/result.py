@@ -96,7 +96,7 @@ class Result:
         cached_tokens: the known tokens that the target's caches hold, in order.
         next_token: the token that would have come next; None: not known. With it as the
             prompt and the same caches, seed and `cached_tokens`, the text goes on
-            without a difference.
+            as if it had not ended.
         memory: bytes that were held at the end.
         logprobs: log-probability of each token; None: not requested.
     """

@@ -51,8 +51,8 @@ class Statistics:
         reruns: partial acceptances that ran the target again, because a recurrent mixer
             was not recorded.
         mixer_reruns: partial acceptances in which a recurrent mixer of the target ran
-            again over its inputs. It has no replay (mamba, jamba, rwkv7), or the record
-            of its call is incomplete.
+            again over its inputs, because the mixer has no replay (mamba, jamba, rwkv7)
+            or the record of its call is incomplete.
         reused: prompt tokens that the target did not read: the prefix cache held them.
         reused_from_disk: reused tokens that were only in files.
         prefill_seconds: time from the start to the first round.

@@ -42,7 +42,7 @@ def _one(token: Any) -> mx.array:
 def within(
     tokens: mx.array, normals: mx.array, width: int
 ) -> tuple[mx.array, mx.array]:
-    """Replace ids from `width` on, and set the normalizers of their rows to NaN."""
+    """Replace ids [rows] from `width` on, and set their `normals` [rows] to NaN."""
     # The embedding would read out of bounds before the host sees such an id.
     exist = tokens < width
     nan = mx.array(mx.nan, normals.dtype)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import BatchStatistics
 
 PLACES = 2  # places in a forward to try for the row where two texts differ
-# A batch may swap two tokens whose logits differ by less, in float32 and in half
-# precision (bfloat16 has steps of 1/8 from 16 to 32).
+# A batch may swap two tokens whose logits differ by less than this, in float32 and in
+# half precision (bfloat16 has steps of 1/8 from 16 to 32).
 OFF_BY, HALF_OFF_BY = 1e-3, 0.3
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

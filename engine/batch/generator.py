@@ -141,7 +141,7 @@ class BatchGenerator:
 
     @property
     def memory(self) -> int:
-        """Allocated bytes of the caches, drafts' included, of rows that still run."""
+        """Allocated bytes of caches, drafts' included, of rows that have not ended."""
         return self._queue.nbytes
 
     def why_alone(self, uid: int) -> str | None:

@@ -30,7 +30,7 @@ class BatchQueue:
         self.running: list[BatchRequest] = []
         self.groups = defaultdict[KVQuantization | None, RunningTogether](new_group)
         self.ready: list[BatchResponse] = []
-        self._joining: list[BatchRequest] = []  # join next
+        self._joining: list[BatchRequest] = []  # have read their prompts
         self._statistics, self._most = statistics, most
 
     def add(self, row: BatchRequest) -> None:
@@ -57,7 +57,7 @@ class BatchQueue:
             try:
                 if rows:
                     group.next_round(drain=drain)
-            finally:  # also the tokens read before an error
+            finally:  # tokens read before an error are handed out too
                 self._respond(rows)
         alone = []
         for row in self.running:  # a comprehension would cost a call

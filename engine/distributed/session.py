@@ -61,7 +61,7 @@ class RankSession:
         group: RankGroup,
         fields: Mapping[str, Any],
         *,
-        needs: Sequence[str],  # `STATES` and `OUTPUT` of `target`
+        needs: Sequence[str],  # what rank 0's drafter needs of the target
     ) -> None:
         self.group, self.leads = group, group.leads
         self.fields = dict(fields)

@@ -38,7 +38,13 @@ class RankedTarget:
 
     @classmethod
     def of(cls, model: nn.Module, group: Group | None) -> "RankedTarget | None":
-        """Return a generator's target on its ranks; None: there is one rank."""
+        """Return a generator's target on its ranks; None: there is one rank.
+
+        Raises:
+            InvalidRequestError: `group` is no group, or the model is sharded and there
+                is one rank.
+            RankMismatchError: the ranks run different versions.
+        """
         result = None if group is None else RankGroup.of(group)
         if result is None:
             _check_spread(model, 1)
@@ -46,7 +52,13 @@ class RankedTarget:
         return cls(model, result)
 
     def own_draft(self, draft: Draft | None, prefix_cache: Any) -> Draft | None:
-        """Check the target, and return the draft on rank 0, or None on other ranks."""
+        """Check the target, and return the draft on rank 0, or None on other ranks.
+
+        Raises:
+            InvalidRequestError: the target is not sharded, or ranks cannot share the
+                draft or the prefix cache.
+            UnsupportedModelError: the target cannot be decoded on several ranks.
+        """
         how = _check_spread(self._model, self.group.size)
         assert how is not None
         self._fields = {"the model": mark_of(self._model), "parallel": how}

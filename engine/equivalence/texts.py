@@ -64,8 +64,8 @@ def find_parting(
     got: Sequence[int],  # the text by forwards over several tokens
     *,
     width: int,  # the largest number of tokens of a forward
-    # How many places in a block to try the row at; None: all. Fewer places may give a
-    # smaller difference than the texts had.
+    # Number of places in a block at which to try the row; None: all. Fewer places may
+    # give a smaller difference than the texts had.
     places: int | None = None,
     make_lane: MakeLane = Lane,  # with the texts' kinds of caches
 ) -> Parting | None:

@@ -80,7 +80,9 @@ def limited(
 ) -> tuple[Caches, KVQuantization | None]:
     """Return the caches of a text of `reach` positions, and their quantization.
 
-    If a model makes its own caches, mlx-lm ignores `max_kv_size`. Here it is refused.
+    Raises:
+        InvalidRequestError: a limit is invalid, or `max_kv_size` was passed for a model
+            that makes its own caches, for which mlx-lm ignores the limit.
     """
     caches = Caches.of(model, (), passed, max_kv_size)
     if max_kv_size is not None and hasattr(model, "make_cache"):

@@ -97,7 +97,7 @@ def _responses(
     prompt: str,
     image: Any,
     sampling: Sampling,
-    drafts: tuple[DraftArgument | None, int | None],  # and its length
+    drafts: tuple[DraftArgument | None, int | None],  # the draft, and its length
     sizes: tuple[int, int],  # of the text and of a prefill step, in tokens
 ) -> Responses:
     target = model if isinstance(model, VisionTarget) else VisionTarget(model)

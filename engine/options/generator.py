@@ -46,8 +46,8 @@ class GeneratorOptions:
             `reduced_vocabulary`; the text may hold any other id. None: all ids.
             "intersection": `draft` is the folder of a model with another tokenizer, and
             drafts the tokens that both have; `notices` says how many.
-        compile_draft: compile the steps of a draft model, once per machine in 16
-            seconds; see `models/cpu/compiled_draft.py`.
+        compile_draft: compile the steps of a draft model. This takes 16 seconds, once
+            per machine; see `models/cpu/compiled_draft.py`.
         group: the ranks of `mx.distributed` over which the target is sharded. Every
             rank makes the generator and the streams, with the same options, and gets
             the same chunks. Only rank 0 drafts. None: the target is not sharded.

@@ -207,7 +207,11 @@ class Rounds:
         return result
 
     def verify(self, drafts: Sequence[Proposal], cuts: Sequence[Cut]) -> list[Read]:
-        """Let the target verify drafts, and commit the accepted tokens."""
+        """Let the target verify drafts, and commit the accepted tokens.
+
+        `drafts` and `cuts` have one entry for each request. A cut shortens the outcome
+        before the commit.
+        """
         running, step = self.running, self.in_flight
         ours, width = drafts, 0
         if step is not None:

@@ -28,7 +28,8 @@ from mlx_speculation.samplers import Decided, Group, Rows, serves_trees, verify_
 class PendingTree(Pending):
     """A submitted forward over a tree; the result is not read yet."""
 
-    path: mx.array = field(kw_only=True)  # int32 [levels]: accepted nodes, then others
+    # int32 [levels]: the accepted nodes, then arbitrary values
+    path: mx.array = field(kw_only=True)
     shown: bool = field(kw_only=True)  # whether the round has hidden states
 
     def wait(self, clock: RoundClock) -> None:
@@ -47,7 +48,8 @@ def nodes_for(request: Request, nodes: int) -> int:
 
     Drafts are chains in each of these cases: a constraint; logits processors or a
     sampler function of the user; XTC; the acceptance rules "rejection" and "block";
-    caches that will be quantized or cannot hold trees.
+    caches that will be quantized or cannot hold trees. A generator with trees has
+    neither several ranks nor an exact mode.
     """
     target = request.target
     keeps = target.quantization is None and holds_trees(target.caches)

@@ -103,7 +103,7 @@ def allowed_tokens(ids: Collection[int]) -> TokenAutomaton:
 
 
 class AutomatonState:
-    """A state of a `TokenAutomaton`."""
+    """A state of a `TokenAutomaton`; see `ConstraintState`."""
 
     def __init__(
         self,

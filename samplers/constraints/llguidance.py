@@ -92,7 +92,7 @@ class Grammar:
 
 
 class GrammarState:
-    """A place in the text of a `Grammar`."""
+    """A place in the text of a `Grammar`; see `ConstraintState`."""
 
     def __init__(self, matcher: "LLMatcher", end: int) -> None:
         self._matcher, self._end = matcher, end

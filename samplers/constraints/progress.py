@@ -127,7 +127,7 @@ class Constrained:
         shortest = len(ahead) + 1 - count
         for row, length in enumerate(range(shortest, len(ahead) + 1)):
             place = self.place(ahead[:length])
-            # Another row allows every id: its token is never emitted, since it comes
+            # Any other row allows every id: its token is never emitted, since it comes
             # after a token that is not allowed, or where `follow` cuts the text.
             if place is not None and place.mask.any():
                 masks[row] = place.mask

@@ -55,8 +55,9 @@ def position_keys(key: mx.array, positions: mx.array) -> mx.array:
 class GumbelNoise:
     """The noise of one purpose and seed, drawn for a block of positions at once.
 
-    The values are those of `gumbel`, whose dozen small operations slow down a small
-    model. With blocks most steps only take a slice. At most two blocks are held: 8 MiB.
+    Arguments and values are those of `gumbel`, whose dozen small operations slow down a
+    small model. With blocks most steps only take a slice. At most two blocks are held:
+    8 MiB.
     """
 
     def __init__(self, key: mx.array, width: int) -> None:

@@ -1,7 +1,7 @@
 """Import hook that chooses the BLAS before mlx is loaded, or warns if it is too late.
 
-Every import of the package loads this module. So that the command line starts fast, it
-imports only `sys`.
+Every import of the package loads this module. It imports only `sys`, so that the
+command line starts fast.
 """
 
 import sys

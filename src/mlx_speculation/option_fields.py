@@ -9,7 +9,7 @@ def option(
 ) -> Any:
     """Declare an option: a dataclass field, or the default of a command's parameter.
 
-    With `default` `dataclasses.MISSING` the field is required. `names` have dashes;
+    The default `dataclasses.MISSING` makes the field required. `names` have dashes;
     none: the name of the field. `panel` shows the option in the help; None: the panel
     of the dataclass. `more` are arguments of `typer.Option`, such as bounds.
     """

@@ -20,8 +20,8 @@ from mlx_speculation.engine.lookup.automaton import SuffixAutomaton
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 
 LONGEST = 16  # tokens of a draft
-# Of suffix decoding: most tokens of a substring in its trees, and the probability below
-# which a draft ends.
+# Of suffix decoding: the largest number of tokens of a substring in its trees, and the
+# probability below which a draft ends.
 DEPTH, LEAST_CHANCE = 64, 0.1
 
 
@@ -227,7 +227,7 @@ class SuffixTree:
         return len(self._length) - 1
 
     def follow_own(self) -> None:
-        """Match the end of the own text with its earlier occurrences."""
+        """Match the end of the indexed text with its earlier occurrences."""
         self.state = self._link[self._last]
         self.matched = self._length[self.state]
 

@@ -36,7 +36,7 @@ class Text:
     """A greedy text, and the proposals of each drafter at each of its tokens."""
 
     context: int  # tokens of the prompt
-    # By drafter and position: how many drafted tokens agree, how many are drafted
+    # By drafter and position: drafted tokens before the first wrong one, and in all
     right: tuple[Sequence[int], ...]
     proposed: tuple[Sequence[int], ...]
 

@@ -38,7 +38,10 @@ def said(message: dict[str, Any]) -> str:
 
 
 def turns_of(messages: Sequence[dict[str, Any]], tokenizer: Any) -> list[Turn]:
-    """Return a request for each message of the assistant, up to its stop token."""
+    """Return a request for each message of the assistant.
+
+    An answer ends with the token that ends a message.
+    """
     chat = [{"role": one["role"], "content": said(one)} for one in messages]
     result: list[Turn] = []
     known: list[int] = []

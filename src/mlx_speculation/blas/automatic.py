@@ -1,7 +1,8 @@
 """Automatic choice of a BLAS, for programs that choose none themselves.
 
 The environment variable `MLX_SPECULATION_BLAS` may be "auto" (the default), "openblas"
-or "stock".
+or "stock". Nothing is chosen if mlx computes with CUDA, or if the program has loaded
+another BLAS before mlx.
 """
 
 import os

@@ -6,12 +6,13 @@ processes with as many threads as cores each lose nine tenths of their speed
 (docs/log/linux_cpu.md). So a text gets all cores only if other programs leave them idle
 when the text starts. Else it gets half of the cores, or one thread if fewer are idle.
 
-The last bits of a product depend on the number of threads. So the number does not
-change during a text, and texts in exact mode get the same number at any load.
+The last bits of a product depend on the number of threads. So texts in exact mode get
+the same number at any load. While texts run, only a text in exact mode changes it.
 
 An idle thread also spins, for some 100 ms. On two cores this takes a core from mlx's
-own threads: steps took 5 to 30 % longer. So on two cores threads sleep at once. On four
-or more cores this would slow down rounds, as each product wakes all threads.
+own threads: steps took 5 to 30 % longer. So on two cores threads sleep at once, unless
+`OPENBLAS_THREAD_TIMEOUT` is set. On four or more cores this would slow down rounds, as
+each product wakes all threads.
 """
 
 import os

@@ -65,7 +65,7 @@ class Screen:
             self.text("\n")
 
     def table(self, table: Table, *, result: bool = True) -> None:
-        """Print a table, even a wide one; a `result` goes to standard output."""
+        """Print a table uncut, on standard output if it is a `result`."""
         if self.json or (self.quiet and not result):
             return
         console = self.out if result else self.notes

@@ -32,7 +32,7 @@ class Conversation:
     def ask(self, message: str) -> list[int]:
         """Add a message; return the ids of the conversation up to the answer to it.
 
-        A message that the template refuses is not added.
+        A message that the template refuses raises InvalidRequestError and is not added.
         """
         said: Message = {"role": "user", "content": message}
         messages = [*self._messages, said]

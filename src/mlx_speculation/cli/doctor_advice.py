@@ -47,7 +47,8 @@ class Facts:
 class Advice:
     """One finding, and what to do about it."""
 
-    # "wrong": does not work; "slow": could be faster; "note": optional
+    # "wrong": something does not work; "slow": something could be faster; "note": an
+    # optional part is missing
     level: Level
     finding: str
     action: str

@@ -43,7 +43,11 @@ class KvOptions(KvLimits):
     def before(
         self, model: str, generator: "SpeculativeGenerator"
     ) -> "LoadedCaches | None":
-        """Return the caches of --prompt-cache-file, for this target; None: unset."""
+        """Return the caches of --prompt-cache-file; None: the option is unset.
+
+        Errors are those of `load_prompt`. A file for another target raises
+        InvalidRequestError.
+        """
         if self.prompt_cache_file is None:
             return None
         from mlx_speculation.engine.mlx_lm_compat.prompt_file import load_prompt

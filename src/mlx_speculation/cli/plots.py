@@ -18,7 +18,10 @@ _SHIFT = 0.09  # keeps the bars of several drafts apart
 
 
 def check_plot(path: str | Path) -> None:
-    """Refuse an unknown picture format, and a missing matplotlib."""
+    """Raise InvalidRequestError for an unknown picture format.
+
+    Raise MissingLibraryError if matplotlib is not installed.
+    """
     endings = _figure_class()().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in endings:
         raise InvalidRequestError(
@@ -30,7 +33,8 @@ def check_plot(path: str | Path) -> None:
 def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
     """Return a figure: speeds above, acceptance below.
 
-    `names` are the drafts' names. `arms` begins with the two plain arms.
+    `names` are those of the drafts, by `Arm.draft`. `arms` begins with the two plain
+    arms.
     """
     figure: Figure = _figure_class()(figsize=(4.6, 7.1), layout="constrained")
     speeds, accepted = figure.subplots(2, 1, height_ratios=[3, 2])
@@ -71,7 +75,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
 
 
 def _accepted(arms: Sequence[Arm]) -> Sequence[float]:
-    """Return acceptance by position of the longest drafts, preferably fixed ones."""
+    """Return acceptance by position of the longest drafts; fixed lengths win ties."""
     counted = [
         (len(arm.totals.reached), arm.length is not None, arm.totals)
         for arm in arms

@@ -1,7 +1,7 @@
 """The demonstration models of the repository, and the bundled prompts.
 
-A package that was installed from a wheel has the prompts only. If a file is not there,
-all functions raise `DemoModelsMissingError`.
+A package that was installed from a wheel has the prompts only. A function whose files
+are missing raises `DemoModelsMissingError`.
 """
 
 import json

@@ -30,8 +30,8 @@ _CONTROL = 3  # type of control tokens, such as the end of a turn
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write config.json, bfloat16 weights and the tokenizer of a GGUF file.
 
-    The model has the architecture "llama" and a byte-level BPE tokenizer. The folder
-    exists.
+    The model must have the architecture "llama" and a byte-level BPE tokenizer. The
+    folder must exist.
 
     Raises:
         ModelFolderError: the file cannot be read, or is of another kind.

@@ -75,7 +75,7 @@ class Schedule:
     spent: float = 0.0  # seconds from `began` to the end of timing
 
     def fit(self, options: TrainOptions, rates: Rates) -> Sizes:
-        """Store the rates; return the options that are smaller, see `sized`."""
+        """Store the rates; return smaller values of options, see `sized`."""
         assert self.minutes is not None
         self.rates, self.spent = rates, time.monotonic() - self.began
         return sized(options, rates, 60 * self.minutes - self.spent, self.spent)
@@ -200,7 +200,7 @@ def position_seconds(
     """Return the seconds per slot of a step, timed with steps of growing size.
 
     `run` returns the seconds of a step. Timing ends after a step of `rows` and `slots`,
-    if the next step would take more than `most` seconds, or if all steps so far did.
+    or when the next step or all steps so far take more than `most` seconds.
     """
     began = time.monotonic()
     shape = (1, min(slots, 2 * _NARROWEST))

@@ -126,7 +126,7 @@ class Collector:
     def _conversations(
         self, first: int, count: int, temperature: float, seed: int
     ) -> Iterator[tuple[list[int], list[int], bool]]:
-        """Answer conversations of the file by turns; yield (prompt, answer, False).
+        """Answer conversations of the file turn by turn; yield (prompt, answer, False).
 
         False: the target did not write the prompt.
         """

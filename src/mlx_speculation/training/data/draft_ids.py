@@ -17,7 +17,7 @@ def choose_ids(
 ) -> NDArray[np.int64]:
     """Return the `size` most frequent ids among tokens to learn, in ascending order.
 
-    Ids in `always` come first, whatever their frequency. The target has `width` ids.
+    Ids in `always` are preferred, whatever their frequency. The target has `width` ids.
     """
     counts = np.zeros(width, np.int64)
     for each in dialogues:

@@ -15,7 +15,7 @@ class Trainee(ABC):
 
     kind: str  # `TrainOptions.kind`
     module: Any  # the drafter; it may have frozen weights
-    taps: HiddenStates | None = None  # what the drafter reads of the target; None: none
+    taps: HiddenStates | None = None  # the target's states to read; None: no states
     ids: mx.array | None = None  # target's id by logits column, uint32 [n]; None: all
     first = 2  # slot i at depth 0 drafts token i + `first`
     most: int | None = None  # maximum number of tokens drafted from a slot; None: any

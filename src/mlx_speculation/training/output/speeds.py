@@ -114,9 +114,9 @@ def _by_turns(
 def pair_with(target: Path, draft: Path, kind: str) -> str:
     """Name a draft in the target's speculation.json; return a line for the user.
 
-    An existing speculation.json is not changed. `draft="auto"` uses the draft only if
-    its folder is inside the target's folder or its parent. `kind`: as in
-    speculation.json, such as "eagle" or "model".
+    An existing speculation.json is not changed. The draft is named only if its folder
+    is in the target's folder or beside it. `kind`: as in speculation.json, such as
+    "eagle" or "model".
     """
     file, target, draft = target / NAME, target.resolve(), draft.resolve()
     if not draft.is_relative_to(target.parent):
