@@ -1,7 +1,6 @@
 """Several requests at once: rows come and go between rounds, each with its options.
 
-Each text is that of its prompt alone, whatever runs beside it. `generate_batch` does
-this for a list of prompts that is known beforehand.
+Each text equals that of its prompt alone. `generate_batch` takes a list of prompts.
 """
 
 from mlx_speculation import (

@@ -1,7 +1,6 @@
 """mlx-lm's `stream_generate`, with a draft: the same keywords, the same responses.
 
-In code that uses mlx-lm, change the import, and pass `draft_model`: a model, a path,
-"mtp", "lookup" or "auto".
+Change the import, and pass `draft_model`: a model, a path, "mtp", "lookup" or "auto".
 """
 
 from mlx_speculation import demo_models, load, make_sampler, stream_generate

@@ -1,7 +1,6 @@
 """Text that fits a JSON schema, drafted as fast as any other.
 
-Needs the extra `grammar`. The bundled models know Python and no
-JSON, so what they say is odd, and yet it fits.
+Needs the extra `grammar`. The bundled models know no JSON, so their text is odd.
 """
 
 import json

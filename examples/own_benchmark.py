@@ -1,7 +1,7 @@
-"""Whether a draft pays with your pair, on your prompts, on this machine.
+"""Compares drafts with plain decoding, for your pair and prompts on this machine.
 
-Plain and drafted generation take turns, so that a busy machine slows both. For
-mlx-lm's own loop beside them: `mlx-speculation benchmark` and scripts/spec_bench.py.
+Plain and drafted generation take turns, so that a busy machine slows both.
+`mlx-speculation benchmark` and scripts/spec_bench.py measure mlx-lm's own loop too.
 """
 
 from statistics import median

@@ -1,7 +1,7 @@
 """Read a long prompt once, keep its caches in a file, and go on from there later.
 
-The file holds the caches of the target and the tokens in them. It is checked field by
-field when it is read, and one that does not fit leaves everything as it was.
+The file holds the target's caches and their tokens. A file that does not fit changes
+nothing.
 """
 
 import tempfile

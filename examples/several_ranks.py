@@ -2,7 +2,7 @@
 
     mlx.launch --backend ring -n 2 examples/several_ranks.py
 
-Started without mlx.launch there is one rank, and the target is whole on it.
+Without mlx.launch there is one rank, which has the whole target.
 """
 
 from mlx_speculation import RankLostError, SpeculativeGenerator, demo_models

@@ -1,7 +1,6 @@
 """The simplest use: a target, a draft, and the text that the target alone would write.
 
-Put the folders or repositories of two mlx-lm models of yours in place of the bundled
-ones; they have to share their tokenizer.
+Your own two models may be folders or repositories, and have to share their tokenizer.
 """
 
 from mlx_speculation import SpeculativeGenerator, demo_models

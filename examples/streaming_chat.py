@@ -1,8 +1,8 @@
-"""A chat that streams its answers, and reads of each turn only what is new.
+"""A chat that streams its answers, and reads only the new part of each turn.
 
-The caches of a turn go on to the next one, with the names of the tokens in them. The
-bundled models have no chat template and know Python only, so the turns are comments.
-With a model of yours, encode each turn with `tokenizer.apply_chat_template`.
+Each turn passes its caches, and the ids in them, to the next turn. The bundled models
+have no chat template and know only Python, so the turns are comments. With your own
+model, encode each turn with `tokenizer.apply_chat_template`.
 """
 
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models

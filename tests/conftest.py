@@ -1,7 +1,7 @@
 """Settings and fixtures that tests share.
 
-Modules that take seconds to import are imported where they are used. The process that
-distributes the tests does not need them, and the workers would wait for it.
+Slow modules are imported inside functions. The process that distributes the tests does
+not need these modules, and the workers would wait for that process.
 """
 
 import gc
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from support.caches.cache_twins import Mixers
     from support.processes.commands import Commands
 
-# Programs that a shell runs in the background ignore Ctrl-C; programs that tests start
-# would inherit this.
+# A shell starts background programs with Ctrl-C ignored. Their children inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -54,9 +53,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests of large matrices in a process with OpenBLAS, unless this is one.
+    """Add the fixture `reader`, a process with OpenBLAS, to tests marked `openblas`.
 
-    The fixture `reader` is that process; there `MLX_SPECULATION_BLAS` is "auto".
+    In that process MLX_SPECULATION_BLAS is "auto", and nothing is added.
     """
     if os.environ["MLX_SPECULATION_BLAS"] != "auto":
         for item in items:
@@ -68,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test of large matrices in the process with OpenBLAS."""
+    """Run a test marked `openblas` in the process of the fixture `reader`."""
     reader: Any = pyfuncitem.funcargs.get("reader")
     if reader is None or pyfuncitem.get_closest_marker("openblas") is None:
         return None
@@ -80,9 +79,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_collection_finish() -> None:
     """Freeze the imported objects, and let torch's loggers propagate.
 
-    Unfrozen, the imported objects would cost each garbage collection half a second. And
-    pytest adds a handler to each logger that does not propagate, six times a test;
-    torch has sixty such loggers.
+    Imported objects that are not frozen cost each garbage collection half a second.
+    pytest adds handlers to loggers that do not propagate, and torch has sixty of them.
     """
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
@@ -127,10 +125,7 @@ def _reader() -> Iterator[Reader]:
 
 @pytest.fixture(name="usual_layers")
 def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let EAGLE heads read the usual layers; probing the bundled head takes seconds.
-
-    tests/models/eagle/test_eagle_probe.py tests the probe.
-    """
+    """Take the usual layers for EAGLE heads: the probe of layers takes seconds."""
 
     def usual(head: Any, model: Any, readings: Any, starts: Any) -> Any:
         return {readings.usual: None}
@@ -141,7 +136,6 @@ def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(name="short_probe")
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a target generate less text for the probe of its head."""
     from mlx_speculation.models.checkpoints import probe_text
 
     of = partial(probe_text.OwnText.of, steps=8)
@@ -175,7 +169,6 @@ def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[...
 
 @pytest.fixture(name="hooked", scope="module")
 def _hooked() -> Iterator[dict[str, "Mixers"]]:
-    """Hook the mixers of four families."""
     from mlx_lm.models import lfm2
 
     from mlx_speculation.models import ModelHooks
@@ -199,7 +192,7 @@ def _hooked() -> Iterator[dict[str, "Mixers"]]:
 
 @pytest.fixture(name="exact_buffers")
 def _exact_buffers() -> Iterator[None]:
-    """Let mlx allocate a buffer for every array, without reusing larger ones."""
+    """Let mlx allocate a new buffer for every array."""
     old = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(old)

@@ -1,4 +1,4 @@
-"""The quick combinations of a test have every value and all pairs that are named."""
+"""The quick combinations of `covering` have every value, and all values of pairs."""
 
 from itertools import product
 from typing import Any

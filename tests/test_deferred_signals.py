@@ -1,7 +1,7 @@
 """Ctrl-C during a finalizer is raised afterwards; Python alone would drop it.
 
-The tests raise a signal at each opcode of `interrupts.py`. A signal before the first
-instruction of a finalizer cannot be caught by any code.
+The tests raise a signal at each opcode of `interrupts.py`. No code can catch a signal
+before the first instruction of a finalizer.
 """
 
 import signal
@@ -24,8 +24,6 @@ from support.processes.programs import python
 
 
 class Dropped:
-    """An object with a finalizer."""
-
     def __init__(self, clean_up: Callable[[], object]) -> None:
         self.clean_up = clean_up
 
@@ -51,7 +49,7 @@ def _dropped_errors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def drop(clean_up: Callable[[], object], opcode: int) -> int:
-    """Drop an object with a signal at an opcode; return the number of opcodes left."""
+    """Finalize an object with a signal at an opcode; return the opcodes left."""
     dropped = Dropped(clean_up)
     with signal_at(opcode) as left:
         del dropped

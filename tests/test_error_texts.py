@@ -1,7 +1,4 @@
-"""Texts of errors that a caller can cause, if no other test checks them.
-
-A text says what is wrong, names the given and the needed value, and says what to do.
-"""
+"""Texts of errors that a caller can cause, if no other test checks them."""
 
 import re
 import threading
@@ -51,7 +48,7 @@ def cut_ring() -> None:
 
 
 class Drawing:
-    """A drafter that draws at random, and does not report its distributions."""
+    """Draws tokens at random, and does not report their distributions."""
 
     def begin(self, sequence: Sequence) -> None: ...
 

@@ -27,7 +27,6 @@ def read(path: Path) -> Any:
 
 
 def steps(job: dict[str, Any]) -> str:
-    """Return the commands of a job."""
     return "\n".join(step.get("run", "") for step in job["steps"])
 
 
@@ -121,7 +120,7 @@ def test_all_extras_are_what_a_user_may_want() -> None:
 
 @pytest.mark.slow
 def test_archives_are_the_package_and_nothing_by_halves(tmp_path: Path) -> None:
-    """Archives lack tests, documentation, examples and demonstration models."""
+    """Archives have no tests, documentation, examples or demonstration models."""
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", ".*_cache")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)

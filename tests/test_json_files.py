@@ -1,4 +1,4 @@
-"""JSON of other programs is read, or refused with one kind of error."""
+"""JSON of other programs is read as Python reads it, or raises `JsonFlawError`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Plain words, as a table of rules: openings of docstrings, names, sections of Args."""
+"""Rules for the words of source files: docstrings, names, sections of Args."""
 
 import ast
 import re
@@ -18,13 +18,13 @@ SOURCES = (*PLAIN, "tests/")
 RELATIVE = re.compile(r"(What|Which|Whether|How|Who|Whose|Where|When)\b")
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTION)
-# Vague names. Better names are: drafters, kept_rows, requests, feedback, next_plan.
+# Vague names. Better names: drafters, kept_rows, requests, feedback, next_plan.
 NAMES = {"found", "own", "held", "asked", "became", "begun", "following"}
-# Private words. In this order, use: tolerates_invalid_logits, is_draft, sequential,
-# probed, distribution, fix, received.
+# Private words. Better words, in this order: tolerates_invalid_logits, is_draft,
+# sequential, probed, distribution, fix, received.
 WORDS = re.compile(r"(^|_)(indifferent|guesses|in_turn|told|laws?|mend|heard)(_|$)")
-# `behind` means that a plain step was in flight when the round began. Only these
-# folders and modules may use it:
+# `behind` means that a plain step was in flight when the round began. These folders
+# and modules may use the word:
 IN_FLIGHT = (
     *("engine/batch", "engine/draft_length", "engine/round", "engine/timing.py"),
     *("scripts/bench/replays", "tests/engine/batch", "tests/engine/draft_length"),
@@ -39,13 +39,11 @@ Breaches = Iterator[tuple[int, str]]  # (line, text of the breach)
 
 
 def nodes_of(tree: ast.AST) -> Nodes:
-    """Return the nodes that the rules read, found once for all rules."""
     kinds = (*DOCUMENTED, ast.Name, ast.Attribute, ast.arg)
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def relative_openings(nodes: Nodes) -> Breaches:
-    """Yield docstrings that open with a relative word."""
     for node in nodes:
         text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
         if text and RELATIVE.match(text):
@@ -70,17 +68,14 @@ def defined(nodes: Nodes) -> Breaches:
 
 
 def bare_names(nodes: Nodes) -> Breaches:
-    """Yield names that are too vague."""
     return ((line, name) for line, name in names(nodes) if name.strip("_") in NAMES)
 
 
 def dialect(nodes: Nodes) -> Breaches:
-    """Yield variables with private words."""
     return ((line, name) for line, name in names(nodes) if WORDS.search(name))
 
 
 def dialect_defined(nodes: Nodes) -> Breaches:
-    """Yield functions and classes with private words."""
     return ((line, name) for line, name in defined(nodes) if WORDS.search(name))
 
 
@@ -91,7 +86,7 @@ def words_of_order(nodes: Nodes) -> Breaches:
 
 
 def entries(doc: str) -> Iterator[str]:
-    """Yield the names that sections of arguments and attributes describe."""
+    """Yield the names that a docstring lists under arguments and attributes."""
     for section in SECTION.finditer(doc + "\n"):
         for line in textwrap.dedent(section[1]).splitlines():
             if entry := ENTRY.match(line):
@@ -116,7 +111,7 @@ def arguments(node: Any) -> list[ast.arg]:
 
 
 def stale_entries(nodes: Nodes) -> Breaches:
-    """Yield described arguments and attributes that do not exist."""
+    """Yield arguments and attributes of docstrings that the code does not have."""
     for node in nodes:
         if not isinstance(node, (ast.ClassDef, *FUNCTION)):
             continue
@@ -131,8 +126,6 @@ def stale_entries(nodes: Nodes) -> Breaches:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for words in source files."""
-
     says: str
     breaches: Callable[[Nodes], Breaches]
     folders: tuple[str, ...]
@@ -154,16 +147,15 @@ RULES = {
 
 
 def sources() -> Iterator[Path]:
-    """Yield the modules of the repository."""
     for folder in SOURCES:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
 def test_the_rules_are_kept() -> None:
-    """Each tree is dropped at once: many objects slow down garbage collections."""
     breaches = []
     for file in sources():
         path = file.relative_to(ROOT).as_posix()
+        # Keeping all trees would slow down garbage collections.
         nodes = nodes_of(ast.parse(file.read_text(encoding="utf-8")))
         breaches += [
             f"{path}:{line}: {rule.says}: {text}"

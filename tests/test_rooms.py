@@ -5,10 +5,8 @@
     BELOW       what each top-level folder may import beside itself
     SEALED      rooms for one kind of machine, and their permitted importers
 
-A module at the top of a folder (`engine/stream.py`) is placed in a layer by its name:
-small value types at the bottom, modules that combine the rooms at the top. All imports
-count, also those under `TYPE_CHECKING`. A name that a folder's `__init__` exports
-counts as imported from the module that defines it.
+Imports under `TYPE_CHECKING` count. A name that an `__init__` exports counts as
+imported from the module that defines it.
 """
 
 import ast
@@ -28,7 +26,7 @@ LONG = 400
 LONGEST = {ast.FunctionDef: 60, ast.AsyncFunctionDef: 60, ast.ClassDef: 250}
 
 # A layer may import from earlier layers; rooms of one layer do not import each other.
-# "engine" alone stands for the modules that no other layer names.
+# "engine" alone is for the modules that no other layer names.
 ORDER: dict[str, list[set[str]]] = {
     "samplers": [
         {"samplers/acceptance", "samplers/row_context"},
@@ -118,7 +116,7 @@ ORDER: dict[str, list[set[str]]] = {
         {f"{FRONT}/__main__"},
     ],
 }
-# Rooms that count as one: a large drafter has its own room beside the others.
+# A room that counts as part of another room.
 TOGETHER = {"engine/lookup": "engine/drafters"}
 
 # Rooms and modules that may import a sealed room, beside itself.
@@ -157,7 +155,7 @@ BELOW = {
     "models": {"caches", "samplers", *SHARED},
     "engine": {"models", "caches", "samplers", *SHARED},
 }
-# Parts of src/mlx_speculation that import the engine; its other parts do not.
+# Only these parts of src/mlx_speculation import the engine.
 DOORS = {f"{FRONT}/{name}" for name in ("__init__", "cli", "server", "training")}
 
 
@@ -179,7 +177,6 @@ def all_modules() -> frozenset[str]:
 
 
 def room_of(module: str) -> str:
-    """Return the folder of a module."""
     return str(PurePosixPath(module).parent)
 
 
@@ -208,7 +205,7 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def path_of(dotted: str) -> str | None:
-    """Return the module of a dotted name of this package; None: not a module."""
+    """Return the module of a dotted name; None: no module of this package."""
     parts = dotted.split(".")
     if parts[0] != "mlx_speculation":
         return None
@@ -219,7 +216,7 @@ def path_of(dotted: str) -> str | None:
 
 @cache
 def exports(module: str) -> dict[str, str]:
-    """Return the defining modules of the names that an `__init__` exports."""
+    """Return the module that defines each name of an `__init__`."""
     homes = {}
     for node in nodes(ast.parse(source(module))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -231,7 +228,7 @@ def exports(module: str) -> dict[str, str]:
 
 
 def home_of(dotted: str, name: str) -> str | None:
-    """Return the module that defines the name of `from dotted import name`."""
+    """Return the module that defines `name` of `from dotted import name`."""
     module = path_of(dotted)
     if module is None:
         return path_of(f"{dotted}.{name}")
@@ -243,7 +240,6 @@ def home_of(dotted: str, name: str) -> str | None:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Return the modules whose names a module imports."""
     imported: set[str | None] = set()
     for node in nodes(ast.parse(source(module))):
         assert not getattr(node, "level", 0), f"{module} has a relative import"
@@ -282,7 +278,7 @@ def edges() -> Iterator[tuple[str, str]]:
 
 
 def back_edges() -> set[str]:
-    """Return the imports from a higher layer, or from another room of the layer."""
+    """Return imports from a higher layer, or from another room of the same layer."""
     upward = set()
     for module, other in edges():
         here, there = layer_of(module), layer_of(other)
@@ -293,7 +289,7 @@ def back_edges() -> set[str]:
 
 
 def outward() -> set[str]:
-    """Return imports that BELOW forbids, and those of the engine outside of DOORS."""
+    """Return imports that BELOW forbids, and imports of the engine outside DOORS."""
     wrong = set()
     for module in modules():
         folder, name = folder_of(module), f"{module}/"
@@ -310,7 +306,6 @@ def outward() -> set[str]:
 
 
 def too_full() -> dict[str, int]:
-    """Return the rooms with more modules than a folder may have."""
     count: dict[str, int] = defaultdict(int)
     for module in modules():
         count[room_of(module)] += not module.endswith("__init__")
@@ -318,13 +313,11 @@ def too_full() -> dict[str, int]:
 
 
 def too_long() -> dict[str, int]:
-    """Return the modules with more lines than a module may have."""
     lines = {module: source(module).count("\n") for module in modules()}
     return {module: number for module, number in lines.items() if number > LONG}
 
 
 def named_alike() -> dict[str, list[str]]:
-    """Return the file names that occur in several rooms."""
     rooms: dict[str, list[str]] = defaultdict(list)
     for module in modules():
         rooms[PurePosixPath(module).name].append(room_of(module))
@@ -332,7 +325,7 @@ def named_alike() -> dict[str, list[str]]:
 
 
 def unsealed() -> set[str]:
-    """Return the imports of sealed rooms that are not permitted."""
+    """Return forbidden imports of sealed rooms."""
     return {
         f"{module} -> {other}"
         for module in modules()
@@ -344,7 +337,6 @@ def unsealed() -> set[str]:
 
 
 def test_imports_between_rooms_point_one_way() -> None:
-    """A module imports only from layers below its own; see ORDER."""
     assert not back_edges()
 
 
@@ -372,7 +364,6 @@ def test_no_function_and_no_class_is_too_long() -> None:
 
 
 def test_a_file_name_says_the_same_in_every_room() -> None:
-    """Files with the same name have the same role, which NAMED_ALIKE lists."""
     assert named_alike().keys() == NAMED_ALIKE.keys(), named_alike()
 
 

@@ -1,7 +1,4 @@
-"""A cache kind of your own, and the journal that commits and rolls it back.
-
-The cache keeps each write as arrays of its own. The protocol is `caches.Journal`.
-"""
+"""A cache kind of your own, and the journal (`caches.Journal`) that rolls it back."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """A constraint of your own: no token comes twice within the last few.
 
-The protocols are `Constraint` and `ConstraintState`. Draft and target both choose among
-the tokens that it allows.
+Target and draft both obey it. The protocols are `Constraint` and `ConstraintState`.
 """
 
 from mlx_speculation import ConstraintError, SpeculativeGenerator, demo_models

@@ -1,7 +1,6 @@
 """A drafter of your own: after a token it proposes what followed it the last time.
 
-A wrong proposal costs time and never changes the text. The protocol is
-`engine.Drafter`.
+A wrong proposal costs time and never changes the text. See `engine.Drafter`.
 """
 
 import warnings

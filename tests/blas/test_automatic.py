@@ -31,7 +31,7 @@ CLEAN = dict.fromkeys(
         "PYTHONWARNINGS",
     )
 )
-# Prints which BLAS mlx uses, as the linker and the last bits of a product show.
+# Prints the BLAS of mlx, as the linker and the last bits of a product show it.
 SERVED = (
     """
 from mlx_speculation.blas import blas_in_use
@@ -47,7 +47,7 @@ OPENBLAS, STOCK = ("True", "False"), ("False", "True")
 def served_by(
     code: str, *options: str, **environment: str | None
 ) -> tuple[tuple[str, str], str]:
-    """Run a program; return its BLAS, found in two ways, and the description of it."""
+    """Run a program; return its BLAS, found in two ways, and a description."""
     said, in_order = run_python(code + SERVED, *options, **{**CLEAN, **environment})
     in_front, _, words = said.partition(" ")
     return (in_front, in_order), words
@@ -99,8 +99,8 @@ def test_the_program_and_what_it_starts_keep_their_environment() -> None:
     assert run_python(code, **CLEAN) == ["True"]
 
 
-# The program does not load mlx-lm, which takes longer than all these tests. Its first
-# line also blocks torch: a line for that would shift the numbers of the others.
+# mlx-lm is slow to load, so the program leaves it out. The first line also blocks
+# torch, since a line for that would shift the numbers of the others.
 MLX_FIRST = """import sys; sys.modules["torch"] = None; import mlx.core
 {use}
 import mlx_speculation
@@ -111,7 +111,7 @@ from mlx_speculation.samplers import pure
 
 
 def _said(code: str, folder: Path, **environment: str | None) -> list[str]:
-    """Run a program from a file; return the lines of its standard error."""
+    """Run a program in a file; return the lines of its standard error."""
     (folder / "program.py").write_text(code)
     done = subprocess.run(
         [sys.executable, str(folder / "program.py")],
@@ -312,7 +312,6 @@ def test_an_openblas_of_the_users_keeps_its_threads_and_brings_no_warning(
 
 
 def doctor(*options: str, **environment: str | None) -> str:
-    """Run doctor as a user would; return its output."""
     return subprocess.run(
         command_line("doctor", *options),
         env=changed_environment({**CLEAN, "COLUMNS": "200", **environment}),

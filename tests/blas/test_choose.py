@@ -18,7 +18,6 @@ from support.processes.blas_processes import (
 
 @pytest.fixture(name="cache")
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a cache folder that only the processes of this test use."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -33,7 +32,6 @@ except BlasError as error:
 
 
 def _run(code: str) -> list[str]:
-    """Run the code in a new process; return the lines of its output."""
     header = (
         "from mlx_speculation.blas import *\nfrom mlx_speculation.errors import *\n"
     )
@@ -129,7 +127,7 @@ def test_openblas_is_loaded_for_all_cores_and_child_processes_get_nothing_of_it(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Idle threads do not spin beside mlx on two cores; a user's timeout is kept."""
+    """Idle threads do not spin beside mlx on two cores. A user's timeout is kept."""
     _clear_threads(monkeypatch)
     for name, value in set_by_user.items():
         monkeypatch.setenv(name, value)
@@ -142,7 +140,7 @@ def test_openblas_is_loaded_for_all_cores_and_child_processes_get_nothing_of_it(
 @linux
 @with_openblas
 def test_texts_set_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenBLAS itself reports its number of threads before, during and after texts."""
+    """OpenBLAS reports its number of threads before, during and after texts."""
     _clear_threads(monkeypatch)
     code = """
 import ctypes, os
@@ -191,7 +189,7 @@ NO_WHEEL = (
 
 @pytest.fixture(name="own_system", scope="module")
 def _own_system(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return code that passes off a copy of the wheel's OpenBLAS as the system's."""
+    """Return code that makes a copy of the wheel's OpenBLAS the system's OpenBLAS."""
     library = tmp_path_factory.mktemp("system") / "system.so"
     openblas_wheel._write(library)
     return (

@@ -175,7 +175,7 @@ class Clock:
     def run(
         self, seconds: float, others: float = 0.0, this_process: float = 0.0
     ) -> None:
-        """Let time pass while other programs and this process use these many cores."""
+        """Let time pass while other programs and this process use so many cores."""
         self.now += seconds
         self.busy += seconds * (others + this_process)
         self.process_seconds += seconds * this_process

@@ -1,4 +1,4 @@
-"""Encoding: a text made by a template already contains its special tokens."""
+"""A text made by a template already has its special tokens, so none is added."""
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -14,7 +14,7 @@ BEGIN, NAME = 0, "!"
 
 @pytest.fixture(name="tokenizer")
 def _tokenizer() -> TokenizerWrapper:
-    """Make a tokenizer that puts a token in front of every text."""
+    """Make a tokenizer that adds a token at the front of every text."""
     tokenizer = byte_tokenizer(first=NAME)
     fast = tokenizer._tokenizer
     fast.add_special_tokens({"bos_token": NAME})

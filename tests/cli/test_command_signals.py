@@ -1,4 +1,4 @@
-"""A first SIGINT or SIGTERM ends a command in order, a second one in 2 seconds."""
+"""A first SIGINT or SIGTERM ends a command in order, a second one within 2 seconds."""
 
 import os
 import signal
@@ -84,8 +84,6 @@ def test_two_signals_at_any_time_end_a_command(
 
 @pytest.mark.parametrize("number", BOTH)
 def test_the_first_signal_of_a_command_is_its_status(number: signal.Signals) -> None:
-    """This also holds if the command itself has handled the interruption."""
-
     def goes_up() -> None:
         signal.raise_signal(number)
 

@@ -19,7 +19,6 @@ from mlx_speculation.engine import Origin, Statistics
 
 
 def shown(*, terminal: bool) -> str:
-    """Return the output of a progress bar and a spinner."""
     screen, written = Screen(), io.StringIO()
     screen.notes = Console(file=written, force_terminal=terminal, width=80)
     with screen.progress("reading") as report:

@@ -42,7 +42,7 @@ CHUNKS = st.builds(
 
 
 class Reader(HTMLParser):
-    """Reads a page as a browser would, as far as the tests need it."""
+    """Reads a page as a browser would."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

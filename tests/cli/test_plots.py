@@ -60,7 +60,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_extra_is_named() -> None:
-    """Only drawing needs matplotlib."""
     code = (
         "import sys; sys.modules['matplotlib.figure'] = None\n"
         "from mlx_speculation import errors\nfrom mlx_speculation.cli import plots\n"

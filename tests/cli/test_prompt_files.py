@@ -1,4 +1,4 @@
-"""`generate --prompt-cache-file`: what mlx_lm.cache_prompt read is not read again."""
+"""`generate --prompt-cache-file`: tokens in the file are not read again."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,6 @@ PAIR = ["--draft", DRAFT, "--draft-length", "3", "-m", "14"]
 
 
 def made_by_mlx_lm(file: Path, model: str, *options: str) -> Path:
-    """Run `mlx_lm.cache_prompt` as a user does."""
     command = ["--model", model, "--prompt", BEGIN, "--prompt-cache-file", str(file)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["cache_prompt", *command, *options])
@@ -78,7 +77,7 @@ def test_files_of_ours_name_their_tokens(commands: Commands, tmp_path: Path) -> 
     read = generator.generate(BEGIN, max_tokens=0, prompt_cache=caches)
     file = tmp_path / "begun.safetensors"
     save_caches(file, caches, read.cached_tokens)
-    # The penalty applies to all known tokens, also to those of the file.
+    # The penalty applies to all known tokens, also to those in the file.
     sampled = ["--temp", "0.9", "--seed", "4", "-m", "14", "--repetition-penalty", "2"]
     report = commands.object(
         "generate", DRAFT, "-p", REST, *sampled, "--prompt-cache-file", file

@@ -52,7 +52,7 @@ def tiny_llama(*, tied: bool) -> llama.Model:
 
 
 def write_gguf(file: Path, model: llama.Model, **more: Any) -> Path:
-    """Write a model as a GGUF file, in which rotary pairs lie side by side."""
+    """Write a model as a GGUF file, which stores rotary pairs side by side."""
     flat: Any = tree_flatten(model.parameters())
     arrays = {}
     for name, value in flat:
@@ -139,7 +139,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """Return a package with a tiny model, and the name and the hash of its file."""
+    """Return a package with a tiny model, and the name and hash of its file."""
     gguf = write_gguf(tmp_path / "x.gguf", tiny_llama(tied=True))
     with zipfile.ZipFile(tmp_path / "small.whl", "w") as archive:
         archive.write(gguf, "small/x.gguf")

@@ -1,8 +1,7 @@
 """Every command in a shell block of the README and the documentation is valid.
 
-Our commands run here on the smallest bundled model; commands that serve or download
-are only parsed. Commands of other programs are checked without running them; each
-check says why.
+Our commands run on the smallest bundled model; those that serve or download are only
+parsed. Commands of other programs do not run: each check says why.
 """
 
 import re
@@ -48,13 +47,11 @@ CHEAPLY = {
 
 
 def ours() -> list[tuple[str, ...]]:
-    """Return each of our commands once, without the program's name."""
     shown = {tuple(words[1:]) for _, words in SHOWN if words[0] == OURS}
     return sorted(shown)
 
 
 def parsed(words: tuple[str, ...]) -> dict[str, Any]:
-    """Return the parameters that the parser of a command makes of these words."""
     group: Any = typer.main.get_command(app)
     command = group.commands[words[0]]
     with command.make_context(words[0], list(words[1:])) as context:
@@ -72,9 +69,9 @@ def test_our_commands_are_parsed(words: tuple[str, ...]) -> None:
 
 
 # `serve` does not end by itself: tests/cli/commands/test_serve.py runs it. `demo`,
-# `calibrate` and `report` take minutes, and `train` generates texts first.
+# `calibrate` and `report` take minutes. `train` generates texts first.
 NOT_RUN = ("serve", "demo", "calibrate", "report", "train")
-# A benchmark takes seconds: the last one runs here, and the other ones in slow tests.
+# A benchmark takes seconds. The last one runs here, the others in slow tests.
 COMPARED = [each for each in ours() if each[0] == "benchmark"]
 LONGER = [each for each in ours() if each[0] in NOT_RUN[1:] or each in COMPARED[:-1]]
 
@@ -107,7 +104,6 @@ def test_our_longer_commands_run(
 
 
 def run(words: tuple[str, ...], folder: Path, reader: Reader) -> Said:
-    """Run a command in the folder of a reader of the pages."""
     more = CHEAPLY.get(words[0], ())
     if words[0] == "train":
         more = (*more, "--out", "trained-" + "-".join(words).replace("/", "."))
@@ -139,7 +135,7 @@ def _make(words: list[str]) -> None:
 
 
 def _script(words: list[str]) -> None:
-    """The script measures for minutes: only its file and its options are checked."""
+    """The script measures for minutes: only its file and options are checked."""
     script = ROOT / words[1]
     assert script.is_file(), words
     texts = [script, *(ROOT / "scripts").rglob("*.py")]

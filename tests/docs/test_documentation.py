@@ -27,7 +27,7 @@ def test_what_is_shown_imports_this_package_before_mlx() -> None:
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    """The page's other names are of objects that public functions return or take."""
+    """The page also lists types that public functions return or take."""
     text = (DOCS / "api.md").read_text("utf-8")
     listed = {line.rpartition(".")[2] for line in text.splitlines() if ":::" in line}
     listed -= {"BatchStatistics", "Chunk", "Drafter", "Journal", "Proposal", "Result"}
@@ -110,7 +110,6 @@ def test_links_between_pages_lead_to_a_heading() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of the headings of a page."""
     text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
     names = set()
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
@@ -120,7 +119,6 @@ def anchors(page: Path) -> set[str]:
 
 
 def options() -> dict[str, set[str]]:
-    """Return the options of each command."""
     return {
         name: {option for parameter in command.params for option in parameter.opts}
         | {"--help"}
@@ -158,7 +156,6 @@ def test_pages_of_a_command_of_its_own_have_every_option() -> None:
 
 
 def calls(page: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Yield the calls in the Python blocks of a page, each with the called name."""
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Call):
@@ -166,7 +163,7 @@ def calls(page: Path) -> Iterator[tuple[str, ast.Call]]:
 
 
 def keywords_of(call: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a callable, with the keys of an unpacked TypedDict."""
+    """Return the parameters of a callable, and the keys of an unpacked TypedDict."""
     taken = dict(inspect.signature(call).parameters)
     typed = getattr(taken.get("options"), "annotation", None)
     for keywords in get_args(typed) if get_origin(typed) is Unpack else ():
@@ -177,7 +174,7 @@ def keywords_of(call: Any) -> dict[str, inspect.Parameter]:
 
 
 def test_calls_that_are_shown_have_keywords_that_there_are() -> None:
-    """Blocks that tests/docs/test_snippets.py cannot run are covered too."""
+    """Blocks that tests/docs/test_snippets.py cannot run are checked too."""
     generator = mlx_speculation.SpeculativeGenerator
     made: dict[str, Any] = {
         name: getattr(mlx_speculation, name) for name in mlx_speculation.__all__

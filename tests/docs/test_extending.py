@@ -1,4 +1,4 @@
-"""The pages on extending show parts of example programs, and the programs run."""
+"""The pages on extending show parts of example programs. The programs run."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ PROGRAMS = {
     "A new MTP family": "mtp_family",
     "A new constraint": "constraint",
 }
-# End of each program's output, which a program that stops early does not print.
+# The end of each program's output. A program that stops early does not print it.
 SAYS = {
     "drafter": r"accepted=[1-9]\d*\)\nRuntimeError: out of ideas\n"
     r"\[[1-9]\d*, [1-9]\d*\]\nSourceCounts\(drafts=[1-9]\d*, .*\)\n$",
@@ -31,14 +31,12 @@ def program(name: str) -> Path:
 
 
 def blocks() -> dict[str, list[str]]:
-    """Return the Python blocks of the pages by their headings."""
     shown_parts = {"A new drafter": shown(DRAFTER_PAGE)}
     parts = {part.splitlines()[0]: shown(part) for part in PAGE.split("\n## ")[1:]}
     return shown_parts | {heading: code for heading, code in parts.items() if code}
 
 
 def shown(text: str) -> list[str]:
-    """Return the Python blocks of a text."""
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 

@@ -1,8 +1,7 @@
 """Every Python snippet of the README and the documentation runs.
 
-The snippets of a page run one after the other in one namespace, so a snippet may use
-names that an earlier one defines. Model paths lead to the smallest bundled model.
-tests/docs/test_extending.py covers `ELSEWHERE`, whose snippets are parts of programs.
+The snippets of a page share one namespace. Model paths lead to the smallest bundled
+model. tests/docs/test_extending.py covers the pages in `ELSEWHERE`.
 """
 
 from pathlib import Path

@@ -28,7 +28,7 @@ INSTEAD = {
 
 
 def private(text: str) -> list[str]:
-    """Return the private words of a text, except those in code and names of files."""
+    """Return the private words of a text, but not those in code and file names."""
     words = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
     words = " ".join(words.split())
     return [
@@ -39,7 +39,6 @@ def private(text: str) -> list[str]:
 
 
 def helps() -> dict[str, str]:
-    """Return the help of each command, and of each of its options."""
     commands: Any = typer.main.get_command(app)
     return {
         name: "\n".join(
@@ -53,7 +52,6 @@ def helps() -> dict[str, str]:
 
 
 def glossary() -> list[tuple[str, str]]:
-    """Return the rows of the glossary: the words and their place in the code."""
     page = (ROOT / "docs/glossary.md").read_text("utf-8")
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]*)\|$", page, flags=re.MULTILINE)
     return [(words, place) for words, place in rows if words != "word"]

@@ -11,7 +11,7 @@ from support.import_order import mlx_comes_first
 from support.processes.reader import Reader
 
 ROOT = Path(__file__).parents[2]
-# Output of each example, which an example that stops early does not print.
+# Output of each example. An example that stops early does not print it.
 SAYS = {
     "batch": r"class Queue:.*\n---\n.*\n112 tokens in \d+ forwards\n",
     "drop_in": r"draft_model=draft: \d+ tokens/s, \d+% accepted\n.*\nclass Queue:",
@@ -24,7 +24,7 @@ SAYS = {
 }
 LONG = ("own_benchmark",)  # takes ten seconds
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# The page on extending has longer examples, which tests/docs/test_extending.py runs.
+# tests/docs/test_extending.py runs the longer examples.
 ALL = sorted((ROOT / "examples").rglob("*.py"))
 
 

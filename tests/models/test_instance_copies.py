@@ -14,8 +14,6 @@ from mlx_speculation.models.observer import OBSERVED
 
 
 class Plain(nn.Module):
-    """Holds an array, a submodule and an attribute."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.weight = mx.array([1.0, 2.0])
@@ -38,7 +36,7 @@ class WithState(Plain):
 
 
 class Reducing(Plain):
-    """Defines `__reduce__`: a copy is made by a call of the class with a name."""
+    """Defines `__reduce__`: a copy is a call of the class with a name."""
 
     def __init__(self, name: str = "theirs") -> None:
         super().__init__()
@@ -49,8 +47,6 @@ class Reducing(Plain):
 
 
 class WithNew(Plain):
-    """Defines `__new__` with an argument."""
-
     def __new__(cls, size: int) -> "WithNew":
         made = super().__new__(cls)
         object.__setattr__(made, "size", size)

@@ -1,7 +1,6 @@
 """Models compute the same from keys padded to whole steps as from native keys.
 
-Whole steps are used on CUDA. The tests switch them on, with steps so short that
-buffers grow and the keys pass several steps.
+The tests use whole steps as on CUDA, but so short that buffers grow.
 """
 
 import mlx.core as mx
@@ -54,7 +53,7 @@ def test_other_models_get_the_native_keys() -> None:
     assert not takes_key_steps(Model(model.args))
 
 
-# One model for each kind of attention and cache; the test of rounds has all models.
+# One model for each kind of attention and cache.
 QUICK = (
     *("llama", "qwen3_5", "lfm2", "bailing_moe_v3", "deepseek_v3(MLA)"),
     *("gemma3_text", "gpt_oss", "llama(sliding)"),
@@ -73,7 +72,6 @@ OTHERS = [name for name in NAMES if name not in SLIDING]
 def test_rounds_in_whole_steps_compute_what_native_rounds_do(
     name: str, slack: bool
 ) -> None:
-    """Rounds have several widths, and go past windows and many steps."""
     model = build(name)
     made = [make_prompt_cache(model) for _ in range(2)]
     lanes = [with_slack(caches, slack=12) if slack else caches for caches in made]
@@ -98,7 +96,6 @@ def test_rounds_in_whole_steps_compute_what_native_rounds_do(
 
 @pytest.mark.parametrize("name", others_slow(BATCHED, QUICK))
 def test_a_batch_in_whole_steps_computes_what_a_native_one_does(name: str) -> None:
-    """Three rows keep prefixes of different lengths, and go past many steps."""
     model = build(name)
     hooks = ModelHooks(model)
     lanes = [BatchLane(model), BatchLane(model)]
@@ -156,7 +153,6 @@ def test_a_batch_shows_whole_steps() -> None:
 def test_what_is_kept_is_what_native_rounds_keep(
     widths: list[tuple[int, int]], prompt: int, window: int | None
 ) -> None:
-    """Rows are also rolled back and written again, and a buffer has to grow."""
     caches = KVCache(), KVCache()
     noise = mx.random.normal((1, 2, 400, 4), key=mx.random.key(3))
     at = prompt

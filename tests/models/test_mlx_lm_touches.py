@@ -1,7 +1,4 @@
-"""The used parts of mlx-lm have not changed, and only listed files import mlx-lm.
-
-An object that is listed twice is refused when the list is read.
-"""
+"""The used parts of mlx-lm have not changed, and only listed files import mlx-lm."""
 
 import ast
 import hashlib
@@ -43,7 +40,7 @@ LISTED = [(m, n, fields) for m, names in TOUCHES.items() for n, fields in names.
 
 
 def source_text(module: str, name: str) -> str:
-    """Return the source of an object; inspect fails to find decorated functions."""
+    """Return the source of an object. `inspect` does not find decorated functions."""
     lines, tree = parsed(module)
     node: Any = tree
     for part in name.split("."):

@@ -1,7 +1,4 @@
-"""A batch padded to one of few sizes computes the same as a batch of its own size.
-
-Such sizes are used on CUDA. The tests switch them on.
-"""
+"""Batches padded to a few sizes, as on CUDA, compute the same as unpadded ones."""
 
 from typing import Any
 
@@ -28,7 +25,6 @@ IN_SIZES = RowSizes(used=True)
 
 
 def fed(model: Any, count: int, seed: int) -> Lane:
-    """Return a lane that holds `count` tokens of a text of its own."""
     lane = Lane(model)
     lane.feed([(7 * i * i + 3 * i + 31 * seed) % 256 for i in range(count)])
     return lane
@@ -45,7 +41,6 @@ def tokens_of(rows: list[int], number: int, width: int) -> mx.array:
 
 
 def play(lane: BatchLane, tokens: mx.array, keep: list[int] | int) -> Any:
-    """Run a round; return its logits as numbers."""
     with lane.begin(tokens.shape[1], whole=isinstance(keep, int)) as lane_round:
         logits = lane_round.forward(tokens)
         mx.eval(logits)
@@ -79,7 +74,6 @@ def test_no_size_is_larger_than_the_most_rows() -> None:
 def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
     name: str, data: st.DataObject
 ) -> None:
-    """Rows join and leave at random, and keep different numbers of tokens."""
     model = build_tiny(MODELS[name])
     hooks = ModelHooks(model)
     lanes = [BatchLane(model, RowSizes(used=False)), BatchLane(model, IN_SIZES)]
@@ -194,6 +188,6 @@ def test_a_shape_is_new_once() -> None:
     for number, width in enumerate([1, 3, 3, 1, 2]):
         play(lane, tokens_of(seeds, number, width), 1 if width == 1 else [0] * 5)
         is_new.append(lane.met_new_shapes())
-    # The second round of width 3 repeats a shape, and plain steps are not counted.
+    # The second round of width 3 repeats a shape. Plain steps do not count.
     assert is_new == [False, True, False, False, True]
     assert not lane.met_new_shapes()

@@ -24,7 +24,7 @@ GROUP = mx.distributed.init()
 
 
 class Divided(nn.Module):
-    """A model whose output layer is sharded over all ranks; the test has one rank."""
+    """A model whose output layer is sharded over all ranks. The test has one rank."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -63,7 +63,6 @@ def test_a_step_submits_every_layer_but_the_last(
 
 
 def build_like(model: Any) -> nn.Module:
-    """Return the same model without hooks."""
     other = build(model.model_type)
     assert not hooked(other)
     return other

@@ -128,14 +128,12 @@ def test_an_index_does_not_lead_out_of_the_folder(name: str, tmp_path: Path) -> 
 
 
 def index_of(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor in an index."""
     text = (folder / INDEX).read_text(encoding="utf-8")
     places: dict[str, str] = json.loads(text)["weight_map"]
     return places
 
 
 def write_index(folder: Path, places: dict[str, str]) -> None:
-    """Write an index."""
     text = json.dumps({"weight_map": places})
     (folder / INDEX).write_text(text, encoding="utf-8")
 
@@ -250,7 +248,6 @@ def head_in_shards(folder: Path) -> tuple[Any, dict[str, mx.array]]:
 
 
 def leave_out_head(folder: Path) -> None:
-    """Remove the head's tensors from the index."""
     places = index_of(folder)
     write_index(folder, {k: v for k, v in places.items() if "mtp." not in k})
 
@@ -322,7 +319,6 @@ def an_assistant(folder: Path) -> Path:
 def test_a_drafter_in_the_place_of_a_target_is_named(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """The error says that the folder is a drafter, not which files it lacks."""
     folder = make(tmp_path)
     said = r"this is a drafter for another model.*--draft"
     for _ in range(2):

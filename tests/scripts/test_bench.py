@@ -73,7 +73,6 @@ def test_a_spread_is_of_the_ratios_of_each_turn() -> None:
 
 
 def run_of(rounds: list[int], tokens: list[int] | None = None, stop: int = -1) -> Run:
-    """Return a run whose rounds emit these numbers of tokens."""
     pairs = zip(tokens or [7] * len(rounds), rounds, strict=True)
 
     def arrivals() -> Any:
@@ -120,8 +119,6 @@ def test_arms_decode_the_same_tokens_by_turns(bench: Bench) -> None:
 
 
 def noting(taken: list[str], arm: Arm) -> Any:
-    """Return a function that begins the arm and notes its name for each token."""
-
     def begin(job: Job) -> Run:
         run = arm.begin(job)
         arrivals = run.arrivals
@@ -341,7 +338,7 @@ def test_steady_forwards_are_fed_their_own_choices_and_leave_no_rows(
 def test_single_tokens_take_the_ways_of_a_round_where_they_are_drafts(
     folder: Path, drafts: bool
 ) -> None:
-    """A plain step uses mlx's operations, a single drafted token those of a round."""
+    """A plain step uses mlx's operations; a drafted token uses those of a round."""
     model, _ = load(folder)
     kind: Any = type(model)
     ways: list[bool] = []

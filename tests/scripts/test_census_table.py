@@ -1,4 +1,4 @@
-"""The page of all architectures."""
+"""The page of all architectures is current."""
 
 import importlib
 from pathlib import Path

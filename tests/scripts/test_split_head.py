@@ -26,7 +26,6 @@ from support.models.mtp_checkpoints import (
 
 
 def stored(*files: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return dtype, shape and bytes of all tensors in some files."""
     parts = {}
     for file in files:
         whole = file.read_bytes()

@@ -83,16 +83,14 @@ def text(made: BlockTrainee) -> tuple[mx.array, list[mx.array]]:
 def drafted(
     made: BlockTrainee, tokens: mx.array, inputs: list[mx.array], row: int, slot: int
 ) -> list[mx.array]:
-    """Return the logits of each draft as a round makes them, [ids] each.
-
-    The recorded token replaces each drafted token, so the next input is known.
-    """
+    """Return the logits of each draft in a round, [ids] each."""
     head, rows = made.module, []
     kind = DSpark if made.kind == "dspark" else type(made.dflash)
     model: Any = kind(head, made.taps, made.dflash.layers)
     ours = [each[row : row + 1] for each in inputs]
     context = head.joined(ours)
 
+    # The recorded token replaces each drafted token.
     def choose(logits: mx.array) -> mx.array:
         rows.append(logits[0])
         return tokens[row, slot + 1 + len(rows)][None]
@@ -208,7 +206,7 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     [("dspark", 1), pytest.param("dflash", 3, marks=pytest.mark.slow)],
 )
 def test_gradients_are_the_slopes_of_the_loss(kind: Any, count: int) -> None:
-    """The slopes are finite differences along a direction in each parameter."""
+    """The slopes are finite differences along one direction in each parameter."""
     made = drafter(kind, draft_layers=count)
     module: Any = made.module
     module.update(tree_map(lambda w: w / 3, module.parameters()))
@@ -305,7 +303,7 @@ def test_layers_and_the_mask_of_a_new_drafter(tmp_path: Path) -> None:
 def test_a_timed_step_leaves_the_weights_and_compiling_is_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first step on a GPU may take 70 seconds, which the plan does not count."""
+    """The first step on a GPU may take 70 seconds, which do not count."""
     made, gradients = drafter("dspark", draft_layers=1), TrainingStep.gradients
     before = dict(tree_flatten(made.module.parameters()))
     monotonic, passed = time.monotonic, [0.0]

@@ -114,7 +114,7 @@ def test_sampled_answers_follow_from_the_seed(pair: tuple[Any, Any]) -> None:
 
 
 def test_answers_that_are_cut_can_be_evaluated(pair: tuple[Any, Any]) -> None:
-    """Answers are always longer than a round, however early they are stopped."""
+    """Answers are longer than a round, however early they are stopped."""
     cut = write_answers(
         pair[0],
         [[1], [2]],
@@ -297,7 +297,7 @@ def test_the_most_frequent_ids_to_learn_are_chosen() -> None:
 
 @given(st.lists(st.sampled_from([0.0, 0.3, 0.7, 0.8, 1.0]), min_size=1, max_size=5))
 def test_temperatures_come_back_as_they_were(temperatures: list[float]) -> None:
-    """A resumed run counts held-out dialogues by temperature: 0.8 has to stay 0.8."""
+    """A resumed run counts dialogues by temperature: 0.8 has to stay 0.8."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "dialogues.safetensors"
         written = Dialogues(file, "t")

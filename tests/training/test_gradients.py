@@ -73,7 +73,7 @@ def reference_loss(
     rows: list[list[int]],
     counts: np.ndarray[Any, Any],
 ) -> torch.Tensor:
-    """Return the loss of all rows; a depth's mean is over the slots of all rows."""
+    """Return the loss of all rows; each depth has one mean over all slots."""
     embedding = tables()["embedding"]
     parts: list[list[torch.Tensor]] = []
     numbers = []
@@ -109,7 +109,7 @@ def reference_loss(
 
 
 def test_the_gradient_by_logits_is_that_of_the_formula() -> None:
-    """A gradient of bfloat16 logits is bfloat16; where no token counts, it is 0."""
+    """A gradient has the dtype of its logits, and is 0 where no token counts."""
     draw = np.random.default_rng(1)
     logits, wanted = draw.normal(size=(2, 2, 3, 11)) * 3
     likeliest = np.array([[0, -1, 10], [4, 5, -1]])

@@ -134,10 +134,9 @@ def test_a_target_without_a_head_is_refused(tmp_path: Path) -> None:
 
 
 def draft_config(folder: Path) -> Path:
-    """Write the config.json of a model of two layers."""
     folder.mkdir()
     args = {**TINY_MODELS["llama"].args, "vocab_size": VOCAB, "num_hidden_layers": 2}
-    args["intermediate_size"] = 96  # packed in groups of 32, other matrices of 64
+    args["intermediate_size"] = 96  # divisible by 32, other matrices by 64
     text = json.dumps({"model_type": "llama", **args})
     (folder / "config.json").write_text(text)
     return folder
@@ -197,7 +196,7 @@ def test_a_quantized_draft_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_row_is_longer_than_a_table_of_positions(tmp_path: Path) -> None:
-    """Rows fit the position tables of the target (the teacher) and of a draft model."""
+    """Rows fit the position tables of the target and of a draft model."""
     folder = chat_folder(tmp_path / "target")
     model, tokenizer = load(folder)
     small = tmp_path / "small"

@@ -135,7 +135,6 @@ def test_what_was_spent_is_named_and_counts() -> None:
 def test_too_few_minutes_are_refused_before_the_target_writes(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The minutes have to suffice for dialogues and steps."""
     written: list[int] = []
     monkeypatch.setattr(Run, "_dialogues", lambda *_: written.append(1))
     out = tmp_path / "head"
@@ -151,7 +150,7 @@ def test_too_few_minutes_are_refused_before_the_target_writes(
 def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Counts the time of this process only, and not that of other ones.
+    # Count only the time of this process.
     monkeypatch.setattr("time.monotonic", time.process_time)
     began = time.monotonic()
     out, said = tmp_path / "head", list[str]()
@@ -188,7 +187,6 @@ def test_a_long_timing_does_not_cut_the_dialogues(
 def test_rows_that_hold_no_prompt_do_not_shorten_what_is_evaluated(
     target: Path, tmp_path: Path
 ) -> None:
-    """Evaluated answers stay long enough for drafts."""
     options = replace(OPTIONS, slots=8, evaluations=1)
     result = train(target, tmp_path / "head", options)
     assert result.record["best"]["step"] > 0
@@ -238,7 +236,6 @@ def test_a_plot_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_package_without_metadata_has_an_unknown_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The record of the training is still written, with that version."""
     monkeypatch.setattr(environment, "PACKAGES", ("mlx", "no-such-package-here"))
     assert environment.versions()["no-such-package-here"] == "unknown"
 

@@ -34,7 +34,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(out: Path) -> dict[str, Any]:
-    """Return the trained weights and the optimizer's state as they are saved."""
+    """Return the saved weights, with the optimizer's state."""
     file = json.loads((out / "run" / "state.json").read_text())["weights"]
     loaded: Any = mx.load(str(out / "run" / file))
     return dict(loaded)
@@ -60,7 +60,7 @@ class KilledError(Exception):
 def trained(
     target: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, TrainingResult]:
-    """Return the folder and the result of an uninterrupted training with curves."""
+    """Return the folder and the result of an uninterrupted training."""
     out = tmp_path_factory.mktemp("trained") / "head"
     return out, train(target, out, OPTIONS)
 
@@ -152,7 +152,7 @@ BLOCKS = replace(
 def test_a_drafter_of_blocks_learns_to_draft(
     kind: Any, target: Path, tmp_path: Path
 ) -> None:
-    """The target's output layer drafts all ids; a killed run is resumed."""
+    """The target's output layer drafts all ids. A killed run is resumed."""
     out, whole = tmp_path / "drafter", replace(BLOCKS, kind=kind, draft_vocab=None)
     at = whole.steps or 0
 
@@ -218,7 +218,6 @@ def test_a_folder_of_something_else_is_refused(target: Path, tmp_path: Path) -> 
 def test_what_cannot_be_trained_is_refused_before_the_target_writes(
     target: Path, tmp_path: Path
 ) -> None:
-    """The config.json of a draft model is read first."""
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')

@@ -31,7 +31,6 @@ def logits_of(
 
 
 def eagle_of(folder: Path, dialect: str) -> Any:
-    """Return a tiny head on its target."""
     return EagleDraft.from_folder(write_eagle(folder, dialect), target()).eagle
 
 
@@ -66,7 +65,7 @@ def test_an_eagle_head_is_unrolled_as_it_drafts(
     "name", ["qwen3_next", "mimo", "deepseek_v3", "step3p5", "mimo_v2_flash"]
 )
 def test_an_mtp_head_is_unrolled_as_it_drafts(name: str) -> None:
-    """Chained layers are covered too: layer k of "step3p5" makes draft k."""
+    """Layers may be chained: layer k of "step3p5" makes draft k."""
     _, model, head = mtp_checkpoints.make(name)
     layout = mtp_checkpoints.LAYOUTS[name]
     head._chained = mtp_checkpoints.family(layout).layers == "chained"

@@ -1,4 +1,4 @@
-"""`benchmark`: its arms (ways to decode), their texts, the plot, refused options."""
+"""`benchmark`: ways to decode, their texts, the plot, refused options."""
 
 import json
 from pathlib import Path

@@ -56,7 +56,7 @@ def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
         ids = encode(text) if ended else [*ids, *encode(rest)]
         assert turn["prompt_tokens"] == len(ids)
         assert turn["tokens"] == generator.generate(ids, max_tokens=12).tokens
-        # A few may not be reused: after a restore point, or unseen by the drafter.
+        # Not reused are tokens after a restore point, or unseen by the drafter.
         assert bool(before) <= turn["statistics"]["reused"] <= before
         assert ended or before - 5 <= turn["statistics"]["reused"]
         ids += turn["tokens"]

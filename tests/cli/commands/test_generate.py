@@ -80,7 +80,7 @@ def test_statistics_are_two_lines_a_table_or_nothing(commands: Commands) -> None
 def test_models_are_repositories_as_mlx_lm_names_them(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repository that has been downloaded is found in the hub's cache."""
+    """A downloaded repository is found in the hub's cache."""
     revision = "0123456789" * 4
     repository = tmp_path / "models--nobody--small"
     (repository / "snapshots").mkdir(parents=True)
@@ -287,7 +287,7 @@ def test_ctrl_c_keeps_what_there_is_and_ends_with_130(
 
 
 def endless() -> "subprocess.Popen[str]":
-    """Start a generation that is too long to end by itself; the test stops it."""
+    """Start a generation that is too long to end by itself."""
     on = ["--logit-bias", '{"0": -1000}', "-p", PROMPT, "-m", "100000"]
     return subprocess.Popen(
         command_line(*PAIR, *on, "--blas", "stock"),
@@ -359,7 +359,7 @@ def test_an_image_is_asked_about(commands: Commands, tmp_path: Path) -> None:
 def test_a_text_model_is_asked_about_no_image(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text model is refused as such, even where mlx-vlm is not installed."""
+    """A text model is refused as such, even without mlx-vlm."""
     monkeypatch.setattr(
         "mlx_speculation.models.vision.load.find_spec", lambda name: None
     )

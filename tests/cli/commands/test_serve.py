@@ -27,7 +27,6 @@ KEY = {"MLX_SPECULATION_API_KEY": "sesame"}
 
 
 def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Send one request with the API key."""
     headers = {"Authorization": "Bearer sesame"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -37,7 +36,7 @@ def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Kill the server at the end or after 120 seconds, also if the test fails."""
+    """Kill the server at the end, or after 120 seconds."""
     guard = threading.Timer(120, process.kill)
     guard.start()
     try:

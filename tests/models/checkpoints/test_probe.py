@@ -1,4 +1,4 @@
-"""Scores of candidates, and the choice of the best one."""
+"""Scores of conventions, and the choice of the best one."""
 
 import mlx.core as mx
 import numpy as np
@@ -19,13 +19,11 @@ seeds = st.integers(0, 2**31)
 
 
 def logits(seed: int, *shape: int, scale: float = 3.0) -> mx.array:
-    """Return random logits."""
     drawn = np.random.default_rng(seed).normal(size=shape) * scale
     return mx.array(drawn.astype(np.float32))
 
 
 def scored(drafted: mx.array, target: mx.array) -> Score:
-    """Score drafted logits on the target's greedy text."""
     return Score.of(drafted, log_probs(target), mx.argmax(target, axis=-1))
 
 
@@ -96,7 +94,6 @@ def test_a_guess_that_is_not_finite_is_the_worst_and_no_error() -> None:
 
 
 def fixed(values: NDArray[np.float64]) -> Score:
-    """Return a score of these values."""
     return Score(values, 1.0, 0.0)
 
 

@@ -197,7 +197,7 @@ def _gemma_theta(args: Any) -> Any:
     return args.rope_parameters[FULL]["rope_theta"]
 
 
-# A config.json of each kind, and a function that reads the first layer's rope base.
+# A config.json of each kind, and a function that reads its rope base.
 KINDS: dict[str, tuple[Config, Any]] = {
     "eagle": (_eagle("specforge"), lambda c: read_eagle(c).layer.rope_theta),
     "eagle, nested": (
@@ -258,7 +258,7 @@ def test_every_kind_of_draft_reads_every_spelling(name: str) -> None:
 
 
 def test_sizes_may_stand_under_text_config() -> None:
-    """Sizes at the top take precedence: `text_config` is then the target's."""
+    """If sizes are at the top level too, `text_config` describes the target."""
     for name in ("eagle", "dflash", "dspark"):
         given, theta = KINDS[name]
         layers = {**_without_rope(given), "rope_theta": 5e5}

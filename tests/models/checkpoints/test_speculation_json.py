@@ -28,7 +28,6 @@ def _folder(tmp_path: Path) -> Path:
 
 
 def said(folder: Path, value: Any) -> None:
-    """Write speculation.json."""
     (folder / NAME).write_text(json.dumps(value), encoding="utf-8")
 
 

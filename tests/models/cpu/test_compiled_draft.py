@@ -1,7 +1,6 @@
 """Compiled steps of a draft model give the logits and caches of uncompiled ones.
 
-Most tests switch mlx's compiler off; the same operations then run one by one. The
-first compilation of an architecture on a machine takes 16 seconds.
+Most tests switch mlx's compiler off: a first compilation takes 16 seconds.
 """
 
 import shutil

@@ -11,7 +11,7 @@ from mlx_speculation.models.cpu.attention import attention
 
 
 def heads(shape: tuple[int, ...], seed: int) -> mx.array:
-    """Return a view that is not contiguous, its axis of heads moved, as in a model."""
+    """Return an array that is not contiguous, as attention gets it in a model."""
     batch, count, rows, dim = shape
     made = mx.random.normal((batch, rows, count, dim), key=mx.random.key(seed))
     return made.transpose(0, 2, 1, 3)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mlx_speculation.models.cpu.exp import exponentials
 
 Array = NDArray[np.float64]
-# The exponent, a difference of up to 88, has a rounding error of up to 88 / 2^24.
+# The exponent is a difference of up to 88, with a rounding error of up to 88 / 2^24.
 RELATIVE = 1e-5
 SMALLEST = 2.0**-125
 

@@ -1,7 +1,4 @@
-"""CUDA kernels for a few rows agree with stock operations in float32.
-
-The tests need a GPU that mlx uses through CUDA, and are skipped elsewhere.
-"""
+"""CUDA kernels for a few rows agree with stock operations in float32."""
 
 import mlx.core as mx
 import pytest

@@ -1,8 +1,7 @@
-"""In rounds on CUDA, linear layers and attentions of every model call the kernels.
+"""Linear layers and attention of every model call the CUDA kernels in rounds.
 
-CUDA is simulated: stock operations replace the kernels, which test_cuda_kernels.py
-tests on a GPU. The tests show which calls reach the kernels, with which arguments, and
-that a model computes the same with and without hooks.
+CUDA is simulated: stock operations replace the kernels. test_cuda_kernels.py tests the
+kernels on a GPU.
 """
 
 from collections.abc import Sequence
@@ -37,13 +36,13 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture
 def calls() -> list[int]:
-    """Return a list for the number of weights in each call of the product kernel."""
+    """Return a list that gets the number of weights of each product."""
     return []
 
 
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]:
-    """Replace the kernels by stock operations; return the called kernels in order."""
+    """Replace the kernels by stock operations; return the names of called kernels."""
     seen: list[str] = []
 
     def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
@@ -94,7 +93,6 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]
 
 
 def rows_of(model: nn.Module, *, hooked: bool) -> mx.array:
-    """Return the logits of a round's rows after the prompt."""
     recorders = ModelHooks(model) if hooked else None
     try:
         lane = Lane(model, make_prompt_cache(model))
@@ -352,7 +350,6 @@ def test_sinks_and_quantized_keys_are_left_to_mlx_lm() -> None:
 def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels do not compile on a machine without CUDA."""
     monkeypatch.setattr(cpu_registration, "x86_serves", lambda: False)
     model = build("llama")
     recorders = ModelHooks(model)  # hooks as on a device without kernels

@@ -1,4 +1,4 @@
-"""Layers that config.json omits or counts differently: guessed, probed, reported."""
+"""Layers that config.json omits or counts differently are guessed or probed."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,6 @@ AUX = "aux_hidden_state_layer_ids"
 
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Change the config.json in a folder, and return the folder."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     change(config)

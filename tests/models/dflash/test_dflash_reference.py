@@ -59,7 +59,7 @@ def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
         samples=False,
     )
     context = draft.dflash.states(known.states(draft.taps))
-    # The context is new to the caches, or most of it has been fed before.
+    # All of the context comes with the block, or 15 positions come before it.
     for known_rows in (0, 15):
         output = block(draft, context, known.tokens, known_rows)
         seen = [(output[:, row], None) for row in range(draft.dflash.head.depth)]
@@ -69,7 +69,6 @@ def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
 def block(
     draft: DFlashDraft, context: mx.array, tokens: list[int], known_rows: int
 ) -> mx.array:
-    """Return the logits of a block after `known_rows` positions of context are fed."""
     caches = draft.dflash.head.new_caches()
     if known_rows:
         draft.dflash.history(

@@ -41,7 +41,6 @@ def test_drafts_are_those_of_the_reference(
     scales: dict[str, float],
     tmp_path: Path,
 ) -> None:
-    """Cases are causal or not, with context in the caches or not, scaled or not."""
     changed = altered(packaging, inner=scales, **{"is_causal": None, **keys})
     folder, source = draft_folder(write_block(tmp_path, changed, (1, 4, 6)))
     config, weights = read_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""Reading DSpark folders: packagings, options that are left open, and refusals."""
+"""Reading DSpark folders: packagings, options that config.json omits, refusals."""
 
 import json
 from pathlib import Path

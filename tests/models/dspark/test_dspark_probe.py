@@ -1,4 +1,4 @@
-"""A probe of the drafter's guesses settles what config.json leaves open."""
+"""A probe of a drafter's guesses decides what config.json leaves open."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,6 @@ LAYERS = (1, 3)
 def test_the_reading_in_which_it_drafts_well_is_taken(
     counted: str, given: bool, tmp_path: Path
 ) -> None:
-    """The ids of `aux_hidden_state_layer_ids` are those of `LAYERS` plus one."""
     model = bigram_target()
     right = LAYERS if counted == "tuple" else tuple(layer + 1 for layer in LAYERS)
     folder = knowing(tmp_path, model, right, given)

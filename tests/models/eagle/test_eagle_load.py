@@ -32,7 +32,6 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def changed(folder: Path, **keys: Any) -> None:
-    """Change config.json."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(config | keys), encoding="utf-8")

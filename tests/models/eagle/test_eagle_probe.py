@@ -1,4 +1,4 @@
-"""Layers that an EAGLE-3 head reads: scores of both ways to count, and refusals."""
+"""Layers that an EAGLE-3 head reads: both ways to count them, and refusals."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_a_random_head_is_refused_unless_its_layers_are_named(tmp_path: Path) ->
 
 
 def test_the_last_state_is_read_before_or_after_the_norm(tmp_path: Path) -> None:
-    """Files do not say which of the two; the refusal names both."""
+    """Files do not say which of the two states a head reads."""
     folder, model = write_eagle(tmp_path, "last state"), build("llama", layers=4)
     loaded = load_eagle_head(folder, model)
     assert (loaded.layers, loaded.notice) == ((AFTER_NORM,), "")
@@ -40,14 +40,13 @@ def test_the_last_state_is_read_before_or_after_the_norm(tmp_path: Path) -> None
 def test_the_trained_head_is_read_right_wherever_its_list_stands(
     tmp_path: Path,
 ) -> None:
-    """At the top level, where vLLM writes the list, layers are counted from 1."""
     model, tokenizer = load(demo_models()["dense"])
     folder = demo_models()["eagle"]
     drafter = EagleDraft.from_folder(folder, model, tokenizer=tokenizer)
     assert drafter.eagle.layers == (1, 3, 5)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    # The list moves to the top level, where it means layers 0, 2 and 4.
+    # vLLM writes the list at the top level and counts from 1: layers 0, 2 and 4.
     wrong = {**config, IDS: config.pop("eagle_config")[IDS]}
     del wrong["eagle_config"]
     (tmp_path / "config.json").write_text(json.dumps(wrong), encoding="utf-8")

@@ -18,7 +18,7 @@ def test_ids_that_were_not_looked_at_are_below_the_rest() -> None:
     assert ids is not None
     whole = np.full(256, float(scores.min()) - 1)
     whole[np.array(ids[0])] = np.array(scores[0])
-    # Ids of the assistant that the target does not have are dropped.
+    # Ids that only the assistant has are dropped.
     for count in (256, 200):
         assert np.array_equal(np.array(_whole(scores, ids, count))[0], whole[:count])
 

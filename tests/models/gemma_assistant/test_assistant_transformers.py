@@ -26,8 +26,8 @@ from support.references.torch_heads import fill
 
 TOLERANCE = 1e-4
 WINDOW = 16
-# In small targets layers share keys, and add embeddings of their own. In large targets
-# no layers share, and full attention uses its keys as values.
+# Layers of small targets share keys, and add embeddings per layer. In large targets no
+# layers share keys, and full attention uses its keys as values.
 SMALL: dict[str, Any] = {"use_double_wide_mlp": False}
 LARGE: dict[str, Any] = {
     **SMALL,
@@ -39,13 +39,11 @@ LARGE: dict[str, Any] = {
 
 
 def both(folder: Path, head: str, **text: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Write an assistant; return it as loaded here and by transformers, and its config.
-
-    In transformers a row sees one key more than `sliding_window`.
-    """
+    """Write an assistant; return ours, transformers', and the config."""
     config = config_of("shared", head, **text)
     write(Made(nn.Module(), build(config), config), folder)
     config, tensors = read_folder(folder)
+    # In transformers a row sees one key more than `sliding_window`.
     config["text_config"]["sliding_window"] -= 1
     theirs: Any = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**config)).eval()
     fill(theirs, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
@@ -108,7 +106,7 @@ def test_drafts_on_the_target_equal_those_of_transformers(
         columns = slice(None) if output.ids is None else np.array(output.ids[0])
         assert_close(output.logits, logits[:, columns])
         assert_close(output.state, wanted.last_hidden_state)
-        # Both continue from transformers' state: errors of float32 would add up.
+        # Both continue from transformers' state, so that rounding errors do not add up.
         state = wanted.last_hidden_state
         hidden = mx.array(state.numpy())
         token = int(logits.argmax())

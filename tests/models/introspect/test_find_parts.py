@@ -19,7 +19,7 @@ LAYERS: dict[str, Any] = {"layers": (0,)}
 
 
 def altered(module: nn.Module, call: Any) -> None:
-    """Replace the forward of one module by `call`."""
+    """Let `call` be the forward of one module."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 
@@ -114,8 +114,6 @@ class Halves(llama.TransformerBlock):
 
 
 class Summed(nn.Module):
-    """A norm of the sum of two parts."""
-
     norm: nn.Module
 
     def __call__(self, x: Any) -> Any:
@@ -150,7 +148,7 @@ def test_a_model_without_a_norm_and_without_a_trunk_is_refused() -> None:
 
 
 def flat(model: Any, ids: mx.array) -> mx.array:
-    """Return the layers' output for ids, without a forward of the trunk."""
+    """Return the output of the last layer, without a forward of the trunk."""
     hidden: mx.array = model.model.embed_tokens(ids)
     for layer in model.layers:
         hidden = layer(hidden, "causal", None)
@@ -218,7 +216,7 @@ def with_value(self: Any, ids: mx.array, cache: Any = None) -> mx.array:
 
 
 def test_two_norms_after_the_layers_leave_the_last_one() -> None:
-    """The last norm does not get the last layer's output, so layers are refused."""
+    """The last norm does not get the output of the last layer."""
     model = build("llama", layers=4)
     model.model.norm = nn.Sequential(nn.RMSNorm(64), nn.LayerNorm(64))
     parts = refused(model, "the LayerNorm after layer 3 is not given what", **LAYERS)

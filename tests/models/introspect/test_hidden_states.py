@@ -1,8 +1,6 @@
 """Hidden states of real models are right, and collecting them changes no logits.
 
-Slow tests try every architecture of mlx-lm that can be built. Quick tests try those
-with unusual features: wrappers, streams, loops, norms without weights, heads that
-scale, cap or mask, tied and untied heads, layers that return several values.
+Quick tests try architectures with unusual features, slow tests try all.
 """
 
 from collections.abc import Iterator
@@ -35,7 +33,7 @@ NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in census.BUILT
 ]
-# Parts that cannot be found in these models; all other models show every part.
+# Parts that cannot be found. Models that are not listed show every part.
 MISSING = {
     "deepseek_v41": {"layers", "entry"},
     "gemma3n": {"layers", "entry"},
@@ -43,7 +41,7 @@ MISSING = {
     "longcat_flash_ngram": {"embedding"},
     "nanbeige": {"layers"},
 }
-# The last part of a final norm's path, in all models but two, which have no such norm.
+# The last part of a final norm's path. Two models have no such norm.
 NORMS = {
     "norm", "norm_f", "ln_f", "ln", "final_layernorm", "final_layer_norm",
     "final_norm", "output_norm", "embedding_norm",
@@ -58,7 +56,6 @@ BLOCKS = [
 
 
 def fed(model: nn.Module, blocks: list[mx.array] = BLOCKS) -> list[mx.array]:
-    """Return the logits of each block; the blocks are fed in order."""
     caches = make_prompt_cache(model)
     return [model(block, cache=caches) for block in blocks]
 
@@ -71,7 +68,6 @@ def tapped(model: nn.Module, **options: Any) -> Iterator[HiddenStates]:
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
-    """Return options that collect every hidden state of a model."""
     layers = range(len(find_parts(model).layers))
     return {"layers": layers, "before_norm": True, "after_norm": True}
 
@@ -162,7 +158,6 @@ def test_states_are_those_of_the_forward_and_no_bit_of_it_changes(name: str) -> 
 
 
 def split(rows: mx.array) -> list[mx.array]:
-    """Split rows of all blocks into the rows of each block."""
     ends = np.cumsum([0, *(block.shape[1] for block in BLOCKS)]).tolist()
     return [rows[:, start:stop] for start, stop in pairwise(ends)]
 
@@ -174,7 +169,7 @@ def joined(spy: Spy, module: nn.Module, which: int = 0, calls: int = 1) -> list[
     return [np.concatenate(given, axis=1), np.concatenate(returned, axis=1)]
 
 
-# Settings of real checkpoints that the census leaves at one or untied.
+# Settings of real checkpoints, which differ from those of the census.
 SCALED: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.0625},
     "falcon_h1": {

@@ -1,4 +1,4 @@
-"""Position tables are found by the rows that are looked up; hooks bound the lookups."""
+"""Position tables are found by their lookups; hooks keep lookups inside the tables."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def test_of_all_architectures_two_have_a_table() -> None:
 
 
 class _Shifted(nn.Module):
-    """A model whose table begins with rows for padding, as OPT's does."""
+    """A model whose table begins with rows for padding, as OPT's table does."""
 
     def __init__(self, shift: int, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

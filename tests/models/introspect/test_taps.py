@@ -79,7 +79,7 @@ def test_two_taps_on_one_model_collect_each_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_the_layer_before_the_first_is_the_embedding(name: str) -> None:
-    """The embedding is that which the first layer gets; Gemma scales it."""
+    """Gemma scales the embedding that the first layer gets."""
     model = build(name, layers=4)
     taps = HiddenStates(model, layers=(-1, 0))
     with removed(taps):
@@ -237,7 +237,7 @@ def test_threads_on_one_model_do_not_meet() -> None:
     for thread in threads:
         thread.start()
     barrier.wait()
-    for _ in range(20):  # another owner traces the model meanwhile
+    for _ in range(20):  # another owner traces the model at the same time
         HiddenStates(model, layers=(1,)).remove()
     for thread in threads:
         thread.join()

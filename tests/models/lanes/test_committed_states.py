@@ -11,7 +11,6 @@ from support.models.tiny_models import build
 
 
 def followed(name: str) -> tuple[Lane, CommittedStates]:
-    """Return a lane and its follower, which keeps states of committed positions."""
     model = build(name)
     lane = Lane(model)
     taps = HiddenStates(model, after_norm=True)
@@ -30,7 +29,6 @@ def expected(lane: Lane, tokens: list[int]) -> mx.array:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
 def test_states_are_those_of_the_committed_tokens(name: str, seed: int) -> None:
-    """Actions are prefills, rounds (kept, undone or abandoned), and dropped states."""
     draw = random.Random(seed)
     lane, committed = followed(name)
     recorders = ModelHooks(lane.model)

@@ -1,7 +1,6 @@
 """Logits of a draft tree equal those of its paths, each fed as a chain.
 
-The reference is the model without hooks, on mlx-lm's own caches: every path from the
-root is fed token by token. The prompt is longer than any window.
+The chains run token by token, without hooks, on mlx-lm's own caches.
 """
 
 from typing import Any
@@ -33,7 +32,7 @@ PARENTS = [-1, 0, 0, 1, 1, 2, 4, -1, 7, 8, 9, 6]
 PROMPT = prompt_of(41)  # more than two windows
 NODES = [(91 * i + 17) % 256 for i in range(len(PARENTS))]
 MODELS = ("llama", "gemma3_text", "llama(sliding)", "qwen3")
-# The models of the quick census that take trees; its other models are refused.
+# Models of the quick census that take trees; its other models are refused.
 TAKEN = {
     *("llama", "deepseek_v3", "mixtral", "gemma3n", "gpt_oss", "cohere2"),
     *("afm7", "ernie4_5_moe", "gemma2", "gemma3_text"),
@@ -87,7 +86,7 @@ def test_rows_of_a_tree_are_those_of_its_paths(name: str, sliding: Any) -> None:
                 keep_path(lane_round, [0, 1, *(2 + i for i in path)], shown=False)
                 lane_round.prepare(2 + len(path))
                 lane_round.commit(2 + len(path))
-            # The kept path is in the cache like plain text: the next row is the same.
+            # The cache holds the kept path like plain text: the next row is the same.
             text = [*prompt, *(NODES[i] for i in path)]
             assert lane.seen == len(text)
             row = lane.model(mx.array([[5]]), cache=lane.caches)[0, -1]
@@ -117,7 +116,7 @@ def test_no_other_model_takes_trees_that_are_not_its_paths(name: str) -> None:
 
 
 def takes_trees(name: str, *, expected: bool | None) -> None:
-    """Assert that a model is refused, or right on a tree past its window."""
+    """Assert that a model is refused, or is right on a tree past its window."""
     if census.BUILT[name].unequal:
         return  # refused for every draft
     model = census.build(name)

@@ -1,8 +1,6 @@
-"""In exact mode a row's bits depend only on the tokens up to it.
+"""In exact mode, kept rows of rounds equal those of plain decoding bit for bit.
 
-The logits of every kept row equal those of plain decoding bit for bit, for any drafts
-and any number of accepted tokens. This holds with OpenBLAS too; a control shows that
-with OpenBLAS and without exact mode, rows of a round differ from single rows.
+A control shows that without exact mode and with OpenBLAS, rows of rounds differ.
 """
 
 from collections.abc import Sequence
@@ -152,7 +150,7 @@ def test_a_row_does_not_depend_on_where_the_prompt_ends(prompt: int) -> None:
     assert all(whole[at].tobytes() == part[at].tobytes() for at in part)
 
 
-# Deliberate faults, each of which the tests above would detect:
+# Deliberate faults, which the tests above would detect:
 
 
 def test_padding_that_is_kept_is_found() -> None:

@@ -1,7 +1,6 @@
-"""Texts stay the same without the operations for one kind of machine.
+"""Texts stay the same without the operations in models/cpu or models/cuda.
 
-The operations are in models/cpu and models/cuda, called rooms here. The CPU room runs
-on any machine in these tests, the CUDA room only with CUDA; a profiler sees which.
+These folders are called rooms. The CPU room runs on any machine in these tests.
 """
 
 import sys
@@ -28,7 +27,6 @@ OUT = {"cpu": [cpu], "cuda": [cuda], "both": [cpu, cuda], "none": []}
 
 
 def home(room: Any) -> str:
-    """Return the folder of a room, as in the paths of its code."""
     return Path(room.__file__).resolve().parent.as_posix()
 
 

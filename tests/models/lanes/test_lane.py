@@ -27,7 +27,7 @@ def logits_after(lane: Lane) -> mx.array:
 
 
 def fed(name: str, count: int) -> Lane:
-    """Return a lane whose model was fed `count` tokens one by one, without rounds."""
+    """Return a lane whose model was fed `count` tokens one by one."""
     model, caches = fed_once(name, count)
     return Lane(model, detached(caches), seen=count)
 

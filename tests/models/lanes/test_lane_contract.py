@@ -39,7 +39,6 @@ def alone(name: str, length: int) -> Lane:
 
 
 def lanes_of(name: str, count: int, sizes: RowSizes | None = None) -> RequestLane:
-    """Return one lane of `count` requests."""
     first, *others = (alone(name, length) for length in LENGTHS[:count])
     first.sizes = sizes
     lane: RequestLane = first.join(others) if others else first

@@ -20,7 +20,7 @@ NAMES = ["llama", "gemma3_text", *RECURRENT]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("hook", [True, False])
 def test_a_round_has_the_hidden_states_of_its_rows(name: str, hook: bool) -> None:
-    """The states stay those of the round if the model runs again to keep a prefix."""
+    """The states stay the same if the model runs again to keep a prefix."""
     model = build(name)
     bare, lane = Lane(model), Lane(model)
     recorders = ModelHooks(model) if hook else None
@@ -95,7 +95,6 @@ def test_a_listener_that_fails_leaves_the_finished_chunks() -> None:
 
 
 def test_hidden_states_are_computed_when_they_are_used() -> None:
-    """Taps do not compute the final norm of a prefill; using its states does."""
     model = build("llama")
     model.model.norm.weight = mx.ones((64,)) * 2
     lane = Lane(model)

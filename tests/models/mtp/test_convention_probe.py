@@ -43,7 +43,7 @@ OTHER = {
 
 
 def wrong(convention: MtpConvention, field: str) -> MtpConvention:
-    """Return a convention with another value of one field."""
+    """Change one field of a convention."""
     change: dict[str, Any] = {field: OTHER[field][getattr(convention, field)]}
     return replace(convention, **change)
 
@@ -59,7 +59,6 @@ def trial_of(truth: Truth) -> Any:
 def probed_convention(
     truth: Truth, usual: MtpConvention, free: Sequence[str]
 ) -> MtpConvention:
-    """Return the convention that a probe finds when it starts from `usual`."""
     return probe(trial_of(truth), usual, free, source="the test")
 
 
@@ -226,7 +225,7 @@ def test_a_random_head_of_any_family_is_refused(name: str) -> None:
 
 @cache
 def random_pair(name: str) -> tuple[Any, MtpHead, MtpConvention, OwnText, HiddenStates]:
-    """Return a random target with its head, usual convention, text and taps."""
+    """Return a random target, its head, usual convention, text and taps."""
     _, target, head = make(name)
     usual = replace(head.convention, norms="stored")
     taps = HiddenStates(target, before_norm=True, after_norm=True)

@@ -23,13 +23,12 @@ def _made(tmp_path: Path) -> Checkpoint:
 
 
 def hashes(made: Checkpoint) -> tuple[str, str]:
-    """Return the hashes of a checkpoint's target and head."""
+    """Return the hash of the target and that of the head."""
     head = find_mtp_head(made.folder, made.target)
     return target_hash(made.folder), head_hash(head.files)
 
 
 def flip(file: Path, at: int) -> None:
-    """Change a byte of a file, from the end if `at` is negative."""
     whole = bytearray(file.read_bytes())
     whole[at] ^= 1
     file.write_bytes(whole)
@@ -66,7 +65,7 @@ def test_a_changed_target_changes_the_hash_of_the_target(made: Checkpoint) -> No
 
 
 def test_of_large_tensors_samples_are_read_to_both_ends(tmp_path: Path) -> None:
-    """The blocks are evenly spread, so a training of all weights changes the hash."""
+    """The samples are spread evenly, so a training of all weights changes the hash."""
     file = tmp_path / "large.safetensors"
     save(file, {"a": mx.zeros(WHOLE)})
     files = HeadFiles({"b": Stored(file, "a")}, False, "a file")

@@ -1,4 +1,4 @@
-"""Sources of a head's convention; a probe runs once."""
+"""Sources of a head's convention. A probe runs once."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def _hybrid(tmp_path: Path) -> Path:
 def test_a_probe_finds_the_convention_once_and_saves_it(
     hybrid: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The probe finds it even if the family's usual convention is another one."""
+    """The probe finds the convention even if the usual convention is wrong."""
     model = trained().model
     wrong = replace(RIGHT, order="hidden_first")
     with monkeypatch.context() as patch:
@@ -79,7 +79,7 @@ def test_a_probe_finds_the_convention_once_and_saves_it(
 
 
 def mix_norms(hybrid: Path) -> None:
-    """Move the head to a file of its own, with norm_e less 1; no file says so."""
+    """Move the head to its own file, and subtract 1 from one of its norms."""
     shard = hybrid / "model.safetensors"
     weights: Any = mx.load(str(shard))
     head = {name: value for name, value in weights.items() if name.startswith("mtp.")}

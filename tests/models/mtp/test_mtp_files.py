@@ -57,7 +57,6 @@ def converted(folder: Path, made: Made, **keys: Any) -> Weights:
 
 
 def head_files(folder: Path, made: Made) -> HeadFiles:
-    """Find the head in a folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return find_head(folder, config, _family(), len(made[1].layers))
 
@@ -69,7 +68,7 @@ def _family() -> MtpFamily:
 
 
 def marked(tensors: Weights, value: float) -> Weights:
-    """Return tensors whose final norm has a value that identifies their file."""
+    """Return tensors whose final norm has the given value, to identify their file."""
     return {**tensors, "mtp.norm.weight": mx.full((64,), value)}
 
 
@@ -228,7 +227,7 @@ def test_only_the_wanted_tensors_are_read(made: Made, tmp_path: Path) -> None:
 
 
 def _append_sparse(file: Path, name: str, *, gigabytes: int) -> None:
-    """Add a tensor larger than memory to a safetensors file, as a hole on disk."""
+    """Add a tensor larger than memory to a safetensors file, without data on disk."""
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]

@@ -30,14 +30,12 @@ def _built() -> Build:
 
 
 def rows(seed: int = 0) -> tuple[mx.array, mx.array]:
-    """Return hidden states and tokens of some slots."""
     states, ids = mx.random.split(mx.random.key(seed))
     hidden = mx.random.normal((1, SLOTS, DIM), key=states)
     return hidden, mx.random.randint(0, VOCAB, (1, SLOTS), key=ids)
 
 
 def content(caches: list[Any]) -> list[mx.array]:
-    """Return the keys and values that caches hold."""
     kept = [leaf.keys_and_values() for _, leaf in leaves(caches)]
     return [array for pair in kept for array in pair]
 
@@ -79,11 +77,9 @@ class Refusing:
     """The embedding and output of a target, neither of which may be called."""
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Refuse."""
         raise AssertionError("embed was asked")
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Refuse."""
         raise AssertionError("head was asked")
 
 

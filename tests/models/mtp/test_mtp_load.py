@@ -50,7 +50,7 @@ def _written(tmp_path_factory: pytest.TempPathFactory) -> Write:
 
 @pytest.fixture(name="changed")
 def _changed(written: Write, tmp_path: Path) -> Write:
-    """Return a function that copies a checkpoint, so that a test may change it."""
+    """Return a function that makes a copy of a checkpoint, which a test may change."""
 
     def one(name: str) -> Checkpoint:
         made = written(name)
@@ -63,7 +63,7 @@ def _changed(written: Write, tmp_path: Path) -> Write:
 
 
 def same(left: Weights, right: Weights) -> None:
-    """Assert equal weights, but for rounding of norms: 1 was subtracted and added."""
+    """Assert equal weights. Norms may differ by rounding, since 1 was taken off."""
     assert left.keys() == right.keys()
     for name, value in left.items():
         if "norm" in name or "final" in name:
@@ -73,7 +73,6 @@ def same(left: Weights, right: Weights) -> None:
 
 
 def used(made: Checkpoint, layers: int) -> Weights:
-    """Return the weights of the first `layers` layers of the written head."""
     keep = tuple(f"layers.{k}." for k in range(layers))
     return {n: v for n, v in flat(made.head).items() if n.startswith(keep)}
 
@@ -167,7 +166,7 @@ def test_a_target_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-# Tensors whose absence an error reports by the name in mlx-lm's block.
+# Tensors whose names in files differ from their names in errors.
 _SAID = {
     "kv_b_proj.weight": "embed_q.weight",
     "experts.gate_up_proj": "switch_mlp.gate_proj.weight",

@@ -44,7 +44,7 @@ def _bench(tmp_path_factory: pytest.TempPathFactory) -> MakeBench:
 
 
 def assert_same(ours: HeadOutput, theirs: MtpRows, start: int, stop: int) -> None:
-    """Compare our output of slots [start, stop) with that of the whole history."""
+    """Compare the output of slots [start, stop) with that of the whole history."""
     assert_close(ours.logits, theirs.logits[start:stop])
     assert_close(ours.recycled, theirs.recycled[start:stop])
 

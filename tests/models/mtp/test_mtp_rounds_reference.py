@@ -1,4 +1,4 @@
-"""Drafts in rounds of every MTP family equal numpy's, computed anew each time."""
+"""Drafts of MTP heads in rounds equal numpy's, which computes all slots anew."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ POSITIONS = PROMPT + sum(accepted + 1 for accepted, _ in ROUNDS)
 
 
 class Rounds:
-    """A head that drafts tokens from a script, and records the logits of each draft."""
+    """A head that drafts tokens of a script, and records the logits of each draft."""
 
     def __init__(self, here: Bench) -> None:
         self.here = here
@@ -44,7 +44,7 @@ class Rounds:
         return mx.array(self.drafted[-1:])
 
     def draft(self, count: int) -> None:
-        """Draft after all committed tokens, the last of which has no state yet."""
+        """Draft after all committed tokens. The last token has no hidden state yet."""
         stop = len(self.tokens) - 1
         self.drafted, self.logits = [], []
         hidden = states(self.hidden[self.slots.end : stop])
@@ -57,7 +57,6 @@ class Rounds:
         self.tokens += [*self.drafted[:accepted], self.script.pop()]
 
     def expected(self) -> list[Array]:
-        """Return the logits of each draft, with all slots computed anew."""
         stop, family = len(self.tokens) - 1, self.here.family
         known, rows = np.array([*self.tokens, *self.drafted]), []
         inputs = self.hidden[:stop]

@@ -48,7 +48,6 @@ def packed(
     bits: int,
     group_size: int,
 ) -> Weights:
-    """Quantize some of the tensors."""
     result = dict(tensors)
     for name in names:
         path = name.removesuffix(".weight")
@@ -64,7 +63,6 @@ def packed(
 def unpacked(
     tensors: Weights, *, mode: str = "affine", bits: int, group_size: int
 ) -> Weights:
-    """Return the tensors, dequantized."""
     result = {n: v for n, v in tensors.items() if not n.endswith((".scales", "ases"))}
     for name, scales in tensors.items():
         path = name.removesuffix(".scales")
@@ -78,7 +76,7 @@ def unpacked(
 
 
 def linears(tensors: Weights, *, but: str, group: int = 32) -> list[str]:
-    """Return the names of linear weights to pack, without those of `but` and gates."""
+    """Return the names of linear weights, without those of `but` and of gates."""
     return [
         name
         for name, value in tensors.items()

@@ -26,7 +26,6 @@ def attentions(model: nn.Module) -> list[nn.Module]:
 
 
 def rows_of(model: nn.Module, *, whole: bool = False) -> mx.array:
-    """Return the logits of a round's rows after the prompt."""
     lane = Lane(model, make_prompt_cache(model))
     lane.feed(PROMPT)
     with lane.begin(whole=whole) as lane_round:

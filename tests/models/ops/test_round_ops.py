@@ -1,7 +1,6 @@
 """In rounds on x86-64 with OpenBLAS, layers call the attention in models/cpu.
 
-The tests simulate such a machine; only the last test uses OpenBLAS, in another process.
-test_cpu_attention.py tests the attention itself.
+The tests simulate such a machine. The last test uses OpenBLAS in another process.
 """
 
 from collections.abc import Iterator
@@ -28,10 +27,7 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture(name="called")
 def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let rounds use the attention; return the list of its calls.
-
-    It runs on the CPU, since a GPU rounds float32 products more coarsely.
-    """
+    """Let rounds use the attention; return the list of its calls."""
     seen: list[str] = []
 
     def noting(name: str, function: Any) -> Any:
@@ -49,6 +45,7 @@ def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         attention, "attention", noting("attention", attention.attention)
     )
     monkeypatch.setattr(attention, "exponentials", noting("exp", exp.exponentials))
+    # A GPU rounds float32 products more coarsely.
     device = mx.default_device()
     mx.set_default_device(mx.cpu)
     yield seen
@@ -56,7 +53,6 @@ def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def rows_of(model: nn.Module, *, hooked: bool, rows: list[int] = ROWS) -> mx.array:
-    """Return the logits of a round's rows after the prompt."""
     recorders = ModelHooks(model) if hooked else None
     try:
         lane = Lane(model, make_prompt_cache(model))
@@ -119,7 +115,7 @@ def test_a_lane_of_a_draft_reads_prompts_as_in_a_round(called: list[str]) -> Non
 def test_they_are_compiled_when_the_hooks_are_made(
     called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the first text on a machine would wait for the compiler."""
+    """Otherwise the first text would wait for the compiler."""
     made: list[str] = []
     monkeypatch.setattr(exp, "compile_here", lambda: made.append("compiled"))
     ModelHooks(build("llama")).remove()

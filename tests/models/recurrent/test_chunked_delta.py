@@ -119,7 +119,7 @@ def blocks(draw: st.DrawFn) -> dict[str, mx.array]:
 
 
 def as_float64(block: dict[str, mx.array]) -> dict[str, Array]:
-    """Return the block in float64, with the default state filled in."""
+    """Return the block in float64, with zeros as the default state."""
     batch, _, heads, width = block["v"].shape
     whole = {"state": mx.zeros((batch, heads, width, block["k"].shape[-1])), **block}
     return {name: np.array(value).astype(np.float64) for name, value in whole.items()}
@@ -141,7 +141,7 @@ def test_a_block_is_the_recurrence_row_by_row_and_after_each_prefix(
 
 
 def scan_arguments(rows: int, *, vector: bool = False) -> dict[str, Any]:
-    """Return the arguments that a mixer passes to mlx-lm's scan."""
+    """Return arguments as a mixer passes them to mlx-lm's scan."""
     keys = mx.random.split(mx.random.key(rows), 6)
     size = (2, rows, 4)
     q, k = (mx.random.normal((2, rows, 2, 8), key=key) for key in keys[:2])
@@ -176,7 +176,6 @@ def test_it_takes_what_mlx_lms_scan_takes(rows: int, options: dict[str, Any]) ->
 
 @pytest.mark.usefixtures("in_chunks")
 def test_mlx_lms_scan_runs_where_a_chunk_does_not_serve() -> None:
-    """It runs for single or very many rows, decays per channel, other dtypes, masks."""
     assert gated_delta_in_chunks(**scan_arguments(2)) is not None
     assert gated_delta_in_chunks(**scan_arguments(1)) is None
     assert gated_delta_in_chunks(**scan_arguments(chunked_delta.LONGEST + 1)) is None

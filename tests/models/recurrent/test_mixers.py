@@ -1,8 +1,7 @@
-"""The table of mixers is complete, as mlx-lm's source and tiny models show.
+"""The table of mixers has every class of mlx-lm that writes to an `ArraysCache`.
 
-A class counts as a mixer if it assigns to an item of a variable named `cache`. As a
-check of this rule, every module that makes an `ArraysCache` has a tiny model, in which
-a partial acceptance needs no second run of the model.
+A class counts if it assigns to an item of a variable named `cache`. As a check of this
+rule, every module that makes an `ArraysCache` has a tiny model that needs no reruns.
 """
 
 import ast
@@ -44,7 +43,7 @@ def _classes_and_modules() -> tuple[set[tuple[str, str]], set[str]]:
     for path in sorted(FOLDER.glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if not re.search(r"cache\w*\s*\[|\bArraysCache\(", text):
-            continue  # it has neither; parsing takes longer
+            continue  # parsing takes longer
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and _writes_items_of_a_cache(node):
                 writers.add((path.stem, node.name))

@@ -27,7 +27,7 @@ from support.models.recurrent_models import (
     recurrent,
 )
 
-# Models for each recipe and for mixers that run again; the prefix test has all models.
+# Models for each recipe, and models whose mixers run again.
 QUICK = (
     *("qwen3_5", "mamba", "mamba2", "recurrent_gemma", "rwkv7", "bailing_moe_v3"),
     *("kimi_linear", "lfm2", "falcon_h1", "plamo2", "baichuan_m1", "bailing_hybrid"),
@@ -43,7 +43,6 @@ def _kinds(model: nn.Module) -> set[tuple[str, str]]:
 
 
 def slots(caches: list[Any]) -> list[mx.array]:
-    """Return every recurrent slot."""
     kept: list[Any] = [slot for cache in recurrent(caches) for slot in cache.cache]
     return kept
 
@@ -81,12 +80,9 @@ def test_every_replayable_mixer_stands_in_a_tiny_model() -> None:
 def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
     """Slots and next logits equal those after feeding only the kept rows.
 
-    On some backends a product of k rows differs in its last bits from the same rows
-    of a larger product. Where a family has separate formulas for one and for many
-    rows, a replay of one row uses another formula than the recorded forward. So unless
-    the table of tiny models promises equal bits, the bound is the difference between
-    feeding the kept rows at once and one by one, a difference that plain decoding has
-    as well.
+    One row and several rows may round differently, in products and in formulas. So the
+    bound is the difference between feeding the kept rows at once and one by one. Plain
+    decoding has that difference too. The table of tiny models may promise equal bits.
     """
     model = build_recurrent(name)
     start = prefilled(model)

@@ -56,7 +56,6 @@ def cached_arrays(caches: list[Any]) -> list[Any]:
 
 
 def after(model: nn.Module, start: list[Any], keep: int) -> Any:
-    """Return the states after the first `keep` tokens of the block, fed alone."""
     caches = detached(start)
     model(BLOCK[:, :keep], cache=caches)
     return read(cached_arrays(caches))
@@ -80,10 +79,9 @@ def test_the_models_with_recipes_are_those_of_the_table() -> None:
 def test_weights_may_be_gone_when_a_prefix_is_replayed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ruining every matrix and kernel after the forward changes no state.
+    """The replayed states equal those of a mixer that runs again, bit for bit.
 
-    The replayed states equal those of a mixer that runs again over its inputs, bit for
-    bit: on this backend a row of a product does not depend on the other rows.
+    On this backend a row of a product does not depend on the other rows.
     """
     model = build_recurrent(name)
     start = prefilled(model)
@@ -120,12 +118,10 @@ def _forbidden(self: nn.Module, *args: Any) -> mx.array:
 
 @pytest.mark.parametrize("name", RECURRENT_MODELS)
 def test_nothing_is_evaluated_when_a_prefix_is_kept(name: str) -> None:
-    """Evaluating the tokens raises an error; a forward and a commit raise none.
-
-    On a CPU, unquantized experts in bfloat16 raise when they are evaluated, not before.
-    """
+    """Evaluating the tokens raises an error; a forward and a commit raise none."""
     model = build_recurrent(name)
     caches = prefilled(model)
+    # On a CPU, unquantized experts in bfloat16 raise only when they are evaluated.
     left = mx.zeros((1, 1, 1), mx.bfloat16)
     poison = mx.gather_mm(left, left, rhs_indices=mx.array([0]))
     with pytest.raises(RuntimeError, match="float32"), mx.stream(mx.cpu):
@@ -141,11 +137,7 @@ def test_nothing_is_evaluated_when_a_prefix_is_kept(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "padded"), covering(TAKE_LENGTHS, (False, True)))
 def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -> None:
-    """Rows end inside the kept prefix, after it, or before the block.
-
-    The twin is fed the kept tokens, with lengths limited to their number: mlx-lm's scan
-    reads past the fed rows if a length is larger.
-    """
+    """Rows end inside the kept prefix, after it, or before the block."""
     model = build_recurrent(name)
     start = make_prompt_cache(model)
     for cache in recurrent(start):
@@ -156,6 +148,7 @@ def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -
     with hooked(model):
         for keep in (1, 2, 4):
             caches, twin = detached(start), detached(start)
+            # mlx-lm's scan reads past the fed rows if a length is larger.
             for cache in [] if padded else recurrent(twin):
                 cache.lengths = mx.minimum(cache.lengths, keep)
             with Speculation(caches) as speculation:
@@ -310,10 +303,7 @@ def test_an_attention_that_hides_its_keys_is_run_again(
 def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On Metal kimi_k3 compiles a step of one row; the test simulates Metal.
-
-    Compiling for a CPU takes seconds.
-    """
+    """Metal is simulated, where kimi_k3 compiles a step of one row."""
     model = build_recurrent("kimi_k3")
     model.eval()
     caches = prefilled(model)

@@ -1,8 +1,6 @@
 """Hooks of one model in several threads, and of several owners in one thread.
 
-Every linear layer yields to other threads, so that threads overlap inside the mixers.
-Recorded calls belong to a thread. The last owner that leaves removes the hooks, also
-those on parts of mixers.
+Recorded calls belong to a thread. The last owner that leaves removes the hooks.
 """
 
 import gc
@@ -30,7 +28,7 @@ ROUNDS = 4
 
 @pytest.fixture(name="meeting")
 def _meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every linear layer, which mixers contain, yield to another thread."""
+    """Let linear layers yield, so that threads overlap inside the mixers."""
     native = nn.Linear.__call__
 
     def yielding(self: nn.Linear, x: mx.array) -> mx.array:
@@ -41,7 +39,6 @@ def _meeting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def block(seed: int, step: int) -> mx.array:
-    """Return 3 tokens of a thread; blocks of all threads differ in values only."""
     return (mx.arange(3)[None] * 37 + 11 * seed + 5 * step) % 256
 
 

@@ -1,4 +1,4 @@
-"""The engine has one id per slot (row) of an image; some families have others."""
+"""Prompts as the engine reads them: -1 in each slot (position) of an image."""
 
 from typing import Any
 

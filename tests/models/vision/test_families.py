@@ -27,7 +27,6 @@ from support.models.vision_families import REFUSED as TINY_REFUSED
 
 @cache
 def packages() -> dict[str, str]:
-    """Return the source of each package of mlx_vlm.models, by its name."""
     spec = importlib.util.find_spec("mlx_vlm")
     assert spec is not None
     assert spec.origin is not None
@@ -122,7 +121,7 @@ def test_rows_of_gemma3n_are_not_steps() -> None:
 
 @WITHOUT_MLX_VLM
 def test_hunyuan_reads_positions_from_the_model() -> None:
-    """hunyuan_vl is refused, since the model keeps the positions of another request."""
+    """hunyuan_vl is refused: the model keeps positions, perhaps of another request."""
     vlm = build("hunyuan_vl", TINY_REFUSED["hunyuan_vl"])
     positions = mx.broadcast_to(mx.arange(6), (1, 4, 6))
     ids = mx.arange(6)[None]

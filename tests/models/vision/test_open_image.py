@@ -62,7 +62,7 @@ def animated() -> bytes:
 
 
 def claiming(width: int, height: int) -> bytes:
-    """Return a PNG of a few bytes whose header claims width x height pixels."""
+    """Return a small PNG whose header claims width x height pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"\0" * 100)
 
