@@ -1,7 +1,6 @@
 """Read a long prompt once, keep its caches in a file, and go on from there later.
 
-The file holds the target's caches and their tokens. A file that does not fit changes
-nothing.
+The file holds the target's caches, and the tokens in them.
 """
 
 import tempfile

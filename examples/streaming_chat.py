@@ -1,8 +1,8 @@
 """A chat that streams its answers, and reads only the new part of each turn.
 
-Each turn passes its caches, and the ids in them, to the next turn. The bundled models
-have no chat template and know only Python, so the turns are comments. With your own
-model, encode each turn with `tokenizer.apply_chat_template`.
+Each turn passes its caches, and the ids in them, to the next turn. The turns are
+comments, since the bundled models know only Python. With your own model, encode each
+turn with `tokenizer.apply_chat_template`.
 """
 
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models

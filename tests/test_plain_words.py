@@ -80,7 +80,6 @@ def dialect_defined(nodes: Nodes) -> Breaches:
 
 
 def words_of_order(nodes: Nodes) -> Breaches:
-    """Yield names that contain `behind`."""
     every = [*names(nodes), *defined(nodes)]
     return ((line, name) for line, name in every if BEHIND.search(name))
 

@@ -21,7 +21,7 @@ from support.processes.blas_processes import (
 from support.processes.programs import command_line
 from support.scheduling import cores
 
-# A newcomer's environment, without the variables that tests set.
+# An environment without the variables that tests set.
 CLEAN = dict.fromkeys(
     (
         "MLX_SPECULATION_BLAS",
@@ -111,7 +111,6 @@ from mlx_speculation.samplers import pure
 
 
 def _said(code: str, folder: Path, **environment: str | None) -> list[str]:
-    """Run a program in a file; return the lines of its standard error."""
     (folder / "program.py").write_text(code)
     done = subprocess.run(
         [sys.executable, str(folder / "program.py")],

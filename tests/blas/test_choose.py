@@ -140,7 +140,6 @@ def test_openblas_is_loaded_for_all_cores_and_child_processes_get_nothing_of_it(
 @linux
 @with_openblas
 def test_texts_set_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenBLAS reports its number of threads before, during and after texts."""
     _clear_threads(monkeypatch)
     code = """
 import ctypes, os

@@ -73,7 +73,6 @@ print(*sorted(set(sys.modules) - before))
         "mlx_speculation.cli",
         "mlx_speculation.errors",
     }
-    # Python's own start may have loaded some of these already.
     assert not {"typing", "importlib.metadata", "typer"} & set(done.stdout.split())
 
 

@@ -1,8 +1,7 @@
 """Files, modules and objects of this package that texts name have to exist.
 
-Pages, docstrings and comments name a path (`engine/round/verify.py`), a dotted name
-(`mlx_speculation.caches.registry`, `engine.Drafter`) or a file alone (`registry.py`).
-The test fails if code moves and the texts are not changed.
+Texts name a path (`engine/round/verify.py`), a dotted name (`engine.Drafter`) or a
+file alone (`registry.py`).
 """
 
 import ast
@@ -20,12 +19,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("engine", "models", "caches", "samplers")
 TOPS = (*FOLDERS, "tests", "scripts", "examples", "docs", "src/mlx_speculation")
-# A path, whose last part may be a pattern; not the end of a longer path or address.
+# A path, but not the end of a longer path or address. The last part may be a pattern.
 PATH = re.compile(rf"(?<![\w/.~-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*/]")
 DOTTED = re.compile(r"(?<![\w/.:-])mlx_speculation(?:\.[A-Za-z_]\w*)+")
 FOLDERS_NAME = re.compile(rf"`((?:{'|'.join(FOLDERS)})(?:\.[A-Za-z_]\w*)+)(?:\(\))?`")
 FILE = re.compile(r"`([\w-]+\.(?:py|toml|sh))`")
-# Names from elsewhere: files of mlx-lm and of checkpoints, addresses of a server.
+# Names from elsewhere.
 OTHERS = {
     "models/NAME",  # GET /v1/models/NAME
     "generate.py",  # of mlx-lm
@@ -46,7 +45,7 @@ def tracked() -> tuple[str, ...]:
 
 
 def prose(name: str) -> str:
-    """Return the text of a file; of Python files only the docstrings and comments."""
+    """Return the text of a file, or the docstrings and comments of a Python file."""
     text = (ROOT / name).read_text("utf-8")
     if not name.endswith(".py"):
         return text
@@ -64,7 +63,6 @@ def prose(name: str) -> str:
 
 
 def texts() -> list[str]:
-    """Return the files whose words are checked."""
     pages = [
         name for name in tracked() if re.fullmatch(r"(docs/(log/)?)?\w+\.md", name)
     ]
@@ -74,7 +72,6 @@ def texts() -> list[str]:
 
 @cache
 def files() -> frozenset[str]:
-    """Return the names of all files, without folders."""
     return frozenset(Path(name).name for name in tracked())
 
 
@@ -106,7 +103,6 @@ def resolves(dotted: str) -> bool:
 
 
 def unknown(text: str) -> Iterator[str]:
-    """Yield the names in a text that do not exist."""
     for path in set(PATH.findall(text)) - OTHERS:
         if not exists(path):
             yield path
@@ -120,7 +116,7 @@ def unknown(text: str) -> Iterator[str]:
 
 
 def test_what_is_named_is_there() -> None:
-    """Parsing is slow, so only files that have unknown names anywhere are parsed."""
+    """Parsing is slow, so only files with an unknown name are parsed."""
     whole = {name: (ROOT / name).read_text("utf-8") for name in texts()}
     doubtful = [name for name, text in whole.items() if any(unknown(text))]
     unknown_names = {name: sorted(unknown(prose(name))) for name in doubtful}
@@ -152,7 +148,7 @@ def test_names_of_what_there_is_are_left_alone() -> None:
 
 
 def test_the_map_lists_the_rooms() -> None:
-    """The section "Files" lists all folders with `__init__.py`, and no other ones."""
+    """The section "Files" lists all folders with `__init__.py`, and no others."""
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
     block = page.split("## Files")[1].split("```")[1]
     named, top = set(), ""

@@ -65,7 +65,6 @@ def test_the_first_page_lists_the_examples() -> None:
 
 
 def test_examples_use_public_names_alone_but_for_the_drafters_types() -> None:
-    """Public names are those of mlx_speculation, its four folders, and its demo."""
     for example in ALL:
         for node in ast.walk(ast.parse(example.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "mlx_speculation":

@@ -30,7 +30,6 @@ FILES = (
 
 @cache
 def parsed(module: str) -> tuple[list[str], ast.Module]:
-    """Return the lines of a module's source, and its syntax tree."""
     text = inspect.getsource(importlib.import_module(module))
     return text.split("\n"), ast.parse(text)
 

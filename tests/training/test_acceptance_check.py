@@ -38,7 +38,7 @@ def spoken(model: Any, prompt: list[int], temperature: float) -> Dialogue:
 @pytest.mark.openblas
 @pytest.mark.parametrize("same", [True, False])
 def test_greedy_text_accepts_what_rounds_accept(same: bool, tmp_path: Path) -> None:
-    """Drafts of a model with the target's weights are all accepted, and few others."""
+    """All drafts of a model with the target's weights are accepted."""
     folder = chat_folder(tmp_path / "target")
     draft = chat_folder(tmp_path / "draft", seed=0 if same else 1)
     model, tokenizer = load(folder)

@@ -168,7 +168,6 @@ def lesson(made: BlockTrainee) -> tuple[TrainingStep, RowBatch]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_that_of_the_drafts_of_rounds(kind: Any) -> None:
-    """The reference compares each draft with the target's logits, in float64."""
     made = drafter(kind)
     step, batch = lesson(made)
     loss, _ = step.gradients(batch)

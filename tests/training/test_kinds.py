@@ -49,7 +49,6 @@ def flat(module: Any) -> dict[str, mx.array]:
 
 
 def nearly(one: mx.array, other: mx.array) -> bool:
-    """Return whether two weights are equal up to rounding to 16 bits."""
     scale = max(1.0, float(mx.abs(one).max()))
     return float(mx.abs(one - other).max()) <= 0.005 * scale
 
@@ -196,7 +195,6 @@ def test_a_quantized_draft_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_row_is_longer_than_a_table_of_positions(tmp_path: Path) -> None:
-    """Rows fit the position tables of the target and of a draft model."""
     folder = chat_folder(tmp_path / "target")
     model, tokenizer = load(folder)
     small = tmp_path / "small"

@@ -34,7 +34,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(out: Path) -> dict[str, Any]:
-    """Return the saved weights, with the optimizer's state."""
     file = json.loads((out / "run" / "state.json").read_text())["weights"]
     loaded: Any = mx.load(str(out / "run" / file))
     return dict(loaded)

@@ -56,7 +56,7 @@ def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
         ids = encode(text) if ended else [*ids, *encode(rest)]
         assert turn["prompt_tokens"] == len(ids)
         assert turn["tokens"] == generator.generate(ids, max_tokens=12).tokens
-        # Not reused are tokens after a restore point, or unseen by the drafter.
+        # Tokens after a restore point, or unseen by the drafter, are not reused.
         assert bool(before) <= turn["statistics"]["reused"] <= before
         assert ended or before - 5 <= turn["statistics"]["reused"]
         ids += turn["tokens"]
@@ -233,7 +233,6 @@ def test_ids_begin_with_what_was_generated_unless_it_was_rewritten(
 
 @cache
 def _tokenizer(strip: bool) -> Any:
-    """Return the draft's tokenizer with a template that strips messages if `strip`."""
     tokenizer = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer
     content = "m.content | trim" if strip else "m.content"
     tokenizer._tokenizer.chat_template = TEMPLATE.replace("m.content", content)

@@ -67,7 +67,7 @@ def test_a_command_that_fails_leaves_its_error_without_the_path(tmp_path: Path) 
 def test_the_facts_of_a_machine_are_shared_without_its_variables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Advice hides the path of the cache folder, here one that cannot be created."""
+    """Advice names the cache folder without its path."""
     (tmp_path / "someone").write_text("a file")
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "someone" / "cache"))
     measured = report._stage("doctor", ["doctor"], _unseen)
@@ -115,7 +115,7 @@ def test_a_report_that_was_stopped_says_so(
 def test_progress_of_a_command_is_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A child process without a terminal prints a line from time to time."""
+    """Without a terminal, a command prints a line from time to time."""
     line = "from mlx_speculation.cli import console; console.QUIET_SECONDS = 0.0"
     (tmp_path / "sitecustomize.py").write_text(line)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

@@ -41,7 +41,7 @@ IDS, OWN = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
             (1, 3, 5),
         ),
         ({OWN: [1, 3, 5], IDS: [2, 4, 6]}, OWN, (1, 3, 5)),
-        # Two lists are equal: the place eagle_config decides how layers are counted.
+        # Of two equal lists, the one in eagle_config decides how layers are counted.
         (
             {IDS: [1, 3, 5], "eagle_config": {IDS: [1, 3, 5]}},
             f"eagle_config.{IDS}",

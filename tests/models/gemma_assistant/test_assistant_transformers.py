@@ -39,7 +39,7 @@ LARGE: dict[str, Any] = {
 
 
 def both(folder: Path, head: str, **text: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Write an assistant; return ours, transformers', and the config."""
+    """Return an assistant as loaded here and by transformers, and its config."""
     config = config_of("shared", head, **text)
     write(Made(nn.Module(), build(config), config), folder)
     config, tensors = read_folder(folder)

@@ -95,7 +95,6 @@ class Spy:
 
 
 def final_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are named like a final norm and are not in a layer."""
     layers = [id(part) for layer in model.layers for _, part in layer.named_modules()]
     return [
         module
@@ -169,7 +168,7 @@ def joined(spy: Spy, module: nn.Module, which: int = 0, calls: int = 1) -> list[
     return [np.concatenate(given, axis=1), np.concatenate(returned, axis=1)]
 
 
-# Settings of real checkpoints, which differ from those of the census.
+# Settings of real checkpoints, unlike those of the census.
 SCALED: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.0625},
     "falcon_h1": {

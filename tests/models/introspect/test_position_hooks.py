@@ -44,7 +44,6 @@ def test_rows_for_no_position_do_not_count(shift: int, rows: int) -> None:
 
 
 def _quantized(shift: int, rows: int) -> nn.Module:
-    """Return a `_Shifted` with a wider hidden state and both tables quantized."""
     model = _Shifted(shift, rows)
     model.wte, model.places = nn.Embedding(16, 64), nn.Embedding(rows, 64)
     model.layers = [nn.Linear(64, 64)]

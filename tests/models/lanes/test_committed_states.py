@@ -19,7 +19,6 @@ def followed(name: str) -> tuple[Lane, CommittedStates]:
 
 
 def expected(lane: Lane, tokens: list[int]) -> mx.array:
-    """Return the states of one forward over all tokens."""
     assert lane.follower is not None
     with lane.follower.taps.collect() as states:
         lane.model(mx.array([tokens]))

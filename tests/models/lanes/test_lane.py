@@ -19,7 +19,7 @@ NAMES = ["llama", "qwen3_5", "llama(sliding)"]
 
 
 def logits_after(lane: Lane) -> mx.array:
-    """Return the logits of one more token, and roll it back."""
+    """Return the logits of one more token, then roll back."""
     with lane.begin() as lane_round:
         output = lane_round.forward(mx.array([9]))
         mx.eval(output)

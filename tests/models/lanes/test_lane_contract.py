@@ -26,13 +26,11 @@ LENGTHS = (17, 6, 20)
 
 @cache
 def hooked(name: str) -> tuple[nn.Module, ModelHooks]:
-    """Return a model with hooks that record its mixers."""
     model = build(name)
     return model, ModelHooks(model)
 
 
 def alone(name: str, length: int) -> Lane:
-    """Return a lane of one request that holds a prompt."""
     lane = Lane(hooked(name)[0], sliding="slack")
     lane.feed(prompt_of(length))
     return lane

@@ -225,7 +225,6 @@ def test_a_random_head_of_any_family_is_refused(name: str) -> None:
 
 @cache
 def random_pair(name: str) -> tuple[Any, MtpHead, MtpConvention, OwnText, HiddenStates]:
-    """Return a random target, its head, usual convention, text and taps."""
     _, target, head = make(name)
     usual = replace(head.convention, norms="stored")
     taps = HiddenStates(target, before_norm=True, after_norm=True)

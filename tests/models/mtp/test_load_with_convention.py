@@ -109,7 +109,6 @@ def test_norms_in_two_forms_are_found_and_said(
 
 
 def change(file: Path, name: str) -> None:
-    """Change the last byte of a tensor in a file."""
     whole = bytearray(file.read_bytes())
     start = 8 + int.from_bytes(whole[:8], "little")
     end = json.loads(whole[8:start])[name]["data_offsets"][1]

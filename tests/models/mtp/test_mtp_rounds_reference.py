@@ -52,7 +52,6 @@ class Rounds:
         mx.eval(self.logits)
 
     def settle(self, accepted: int) -> None:
-        """Commit the first `accepted` drafts, and append a token of the script."""
         self.slots.commit()
         self.tokens += [*self.drafted[:accepted], self.script.pop()]
 

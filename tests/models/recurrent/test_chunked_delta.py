@@ -141,7 +141,6 @@ def test_a_block_is_the_recurrence_row_by_row_and_after_each_prefix(
 
 
 def scan_arguments(rows: int, *, vector: bool = False) -> dict[str, Any]:
-    """Return arguments as a mixer passes them to mlx-lm's scan."""
     keys = mx.random.split(mx.random.key(rows), 6)
     size = (2, rows, 4)
     q, k = (mx.random.normal((2, rows, 2, 8), key=key) for key in keys[:2])

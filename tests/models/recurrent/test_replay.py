@@ -51,7 +51,6 @@ TAKE_LENGTHS = (
 
 
 def cached_arrays(caches: list[Any]) -> list[Any]:
-    """Return the recurrent states with lengths and paddings."""
     return [[*c.cache, c.lengths, c.left_padding] for c in recurrent(caches)]
 
 
@@ -303,7 +302,7 @@ def test_an_attention_that_hides_its_keys_is_run_again(
 def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Metal is simulated, where kimi_k3 compiles a step of one row."""
+    """Metal is simulated: there kimi_k3 compiles steps of one row."""
     model = build_recurrent("kimi_k3")
     model.eval()
     caches = prefilled(model)
@@ -331,7 +330,6 @@ def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
 
 
 def _check_single_row(mixer: nn.Module) -> None:
-    """Assert that a recorded call of one row can be replayed."""
     cache: Any = RecordingArraysCache(ArraysCache(2))
     mixer(mx.random.normal((1, 1, 64), key=mx.random.key(1)), None, cache)
     again: Any = ArraysCache(2)

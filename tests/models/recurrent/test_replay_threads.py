@@ -82,7 +82,6 @@ def alone(model: nn.Module, seed: int) -> Any:
 
 
 def in_threads(*works: Callable[[], None]) -> None:
-    """Run each function in a thread of its own; raise the first error."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(works))
 
