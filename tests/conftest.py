@@ -80,7 +80,7 @@ def pytest_collection_finish() -> None:
     """Freeze the imported objects, and let torch's loggers propagate.
 
     Imported objects that are not frozen cost each garbage collection half a second.
-    pytest adds handlers to loggers that do not propagate, and torch has sixty of them.
+    In each test pytest adds handlers to loggers that do not propagate; torch has sixty.
     """
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):

@@ -51,7 +51,6 @@ def relative_openings(nodes: Nodes) -> Breaches:
 
 
 def names(nodes: Nodes) -> Breaches:
-    """Yield the names of variables, arguments and attributes."""
     for node in nodes:
         if isinstance(node, (ast.Name, ast.Attribute)):
             if isinstance(node.ctx, ast.Store):
@@ -61,7 +60,6 @@ def names(nodes: Nodes) -> Breaches:
 
 
 def defined(nodes: Nodes) -> Breaches:
-    """Yield the names of functions and classes."""
     for node in nodes:
         if isinstance(node, (ast.ClassDef, *FUNCTION)):
             yield node.lineno, node.name

@@ -1,4 +1,4 @@
-"""A cache kind of your own, and the journal (`caches.Journal`) that rolls it back."""
+"""A cache kind of your own, and its journal. The protocol is `caches.Journal`."""
 
 from typing import Any
 

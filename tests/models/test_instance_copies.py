@@ -83,7 +83,6 @@ WAYS = [copy.copy, copy.deepcopy, pickled, old_pickled, in_python]
 
 
 def shown(module: Any) -> Any:
-    """Return class, attributes and arrays of a module, and its submodule's class."""
     names = {k: v for k, v in vars(module).items() if not isinstance(v, nn.Module)}
     values = {k: v.tolist() for k, v in module.items() if isinstance(v, mx.array)}
     return type(module), names, values, type(module.norm)

@@ -268,7 +268,6 @@ WELL = {
 
 
 def facts(**changes: Any) -> Facts:
-    """Return the facts of a sound installation, with these changes."""
     well: dict[str, Any] = {
         "python": "3.12.1",
         "system": "linux",

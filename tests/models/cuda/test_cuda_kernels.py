@@ -17,7 +17,6 @@ ERROR = {mx.bfloat16: 2**-7, mx.float16: 2**-10}
 
 
 def difference(actual: mx.array, wanted: mx.array) -> float:
-    """Return the largest difference divided by the largest value."""
     assert actual.shape == wanted.shape
     error = mx.abs(actual.astype(mx.float32) - wanted).max() / mx.abs(wanted).max()
     return float(error)

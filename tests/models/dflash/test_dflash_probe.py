@@ -34,7 +34,6 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 
 
 def unlisted(config: dict[str, Any]) -> None:
-    """Remove the lists of layers from a config.json."""
     for part in (config, config.get("dflash_config", {})):
         part.pop("target_layer_ids", None)
         part.pop(AUX, None)

@@ -19,7 +19,6 @@ LAYERS: dict[str, Any] = {"layers": (0,)}
 
 
 def altered(module: nn.Module, call: Any) -> None:
-    """Let `call` be the forward of one module."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 

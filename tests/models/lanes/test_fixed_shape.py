@@ -1,6 +1,6 @@
 """In exact mode, kept rows of rounds equal those of plain decoding bit for bit.
 
-A control shows that without exact mode and with OpenBLAS, rows of rounds differ.
+A control runs without exact mode: with OpenBLAS, rows of rounds then differ.
 """
 
 from collections.abc import Sequence

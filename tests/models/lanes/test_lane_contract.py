@@ -90,7 +90,6 @@ def test_a_round_of_requests_is_that_of_each_alone(
 
 
 def assert_extracted(caches: Sequence[object], twin: Lane) -> None:
-    """Assert that caches equal those of a lane in kinds and in next logits."""
     kinds = [type(leaf) for _, leaf in leaves(caches)]
     assert kinds == [type(leaf) for _, leaf in leaves(twin.caches)]
     if twin.model.model_type == "gemma3_text":

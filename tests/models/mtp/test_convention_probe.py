@@ -43,7 +43,6 @@ OTHER = {
 
 
 def wrong(convention: MtpConvention, field: str) -> MtpConvention:
-    """Change one field of a convention."""
     change: dict[str, Any] = {field: OTHER[field][getattr(convention, field)]}
     return replace(convention, **change)
 

@@ -23,7 +23,6 @@ def _made(tmp_path: Path) -> Checkpoint:
 
 
 def hashes(made: Checkpoint) -> tuple[str, str]:
-    """Return the hash of the target and that of the head."""
     head = find_mtp_head(made.folder, made.target)
     return target_hash(made.folder), head_hash(head.files)
 

@@ -63,7 +63,7 @@ def _changed(written: Write, tmp_path: Path) -> Write:
 
 
 def same(left: Weights, right: Weights) -> None:
-    """Assert equal weights. Norms may differ by rounding, since 1 was taken off."""
+    """Assert equal weights, up to rounding of norms: 1 was subtracted and added."""
     assert left.keys() == right.keys()
     for name, value in left.items():
         if "norm" in name or "final" in name:

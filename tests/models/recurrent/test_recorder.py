@@ -48,7 +48,6 @@ def slots(caches: list[Any]) -> list[mx.array]:
 
 
 def outcome(model: nn.Module, caches: list[Any]) -> Any:
-    """Return the recurrent slots, and the logits of one more token."""
     kept = [slot[...] for slot in slots(caches)]
     return read([kept, model(NEXT, cache=detached(caches))])
 
