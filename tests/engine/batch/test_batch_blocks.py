@@ -18,7 +18,7 @@ from support.drafters.block_oracle import load_block
 from support.exact_drafters import peagle_on
 from support.models.tiny_models import build
 
-# Drafters of every kind, with every mask and every way to choose tokens.
+# These cover every mask and every way to choose tokens.
 BLOCKS = ("full", "sliding", "not causal", "dflash2", "deepspec", "speculators, given")
 OTHERS = (
     *("swa keys", "own ends", "dflash2, causal", "dflash2, scaled"),
@@ -29,7 +29,6 @@ OTHERS = (
 
 
 def pair(kind: str, name: str = "llama") -> tuple[Any, Any]:
-    """Return a target and a drafter for it."""
     if kind == "peagle":
         return peagle_on(name, (0, 1))
     model = build(name)

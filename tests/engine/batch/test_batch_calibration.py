@@ -1,4 +1,4 @@
-"""Costs of a batch's rounds are measured before there are requests."""
+"""`calibrate_batches` measures the costs of rounds before any request."""
 
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.usefixtures("measured")
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let a test find no saved costs, and measure in one pass instead of three."""
+    """Hide saved costs, and measure once instead of three times."""
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     monkeypatch.setattr(calibration, "PASSES", 1)
 
 
 @pytest.fixture(name="rounds")
 def _rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which every round of a batch adds its number of rows."""
+    """Record the number of rows of each round."""
     row_counts: list[int] = []
     usual = RunningTogether.next_round
 
@@ -49,7 +49,6 @@ def _rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def generator_with(kind: str) -> SpeculativeGenerator:
-    """Return a generator whose draft is a "model", a "lookup", or a "random" head."""
     made = head_bench("llama") if kind == "random" else bench("llama")
     return made.generator(kind, draft_length=None)
 
@@ -116,7 +115,7 @@ def test_a_batch_chooses_among_the_lengths_that_are_measured() -> None:
     rule = generator_with("model").lengths.for_batch().rule
     rule.sources[0].costs.take({0: {n: 1 + 0.01 * n for n in CALIBRATED}})
     offered = [[[0.9] * 16]]
-    rule.choose(8, 50, offered)  # the first token
+    rule.choose(8, 50, offered)  # the first token waits for no draft
     plan = rule.choose(8, 50, offered)
     assert [option.length for option in plan.compared[0].options] == CALIBRATED[1:]
 
@@ -146,7 +145,7 @@ def test_a_row_that_fails_ends_it_and_nothing_is_kept() -> None:
     kind, broken = type(made.model), [0]
 
     class Breaking(kind):  # type: ignore[misc,valid-type]
-        """A model whose second row is NaN from some round on."""
+        """A model whose second row is NaN after five forwards."""
 
         def __call__(self, inputs: Any, **options: Any) -> Any:
             logits = super().__call__(inputs, **options)

@@ -29,7 +29,7 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             planned = (
                 1,
                 min(2, planned[1]),
-            )  # a shared drafter does not draft behind a step
+            )  # only lookups draft while a step is in flight
         done.append(planned)
         index, width = planned[0], min(limit, planned[1])
         by = Compared("", index, index > 0, [], (), 1.0)

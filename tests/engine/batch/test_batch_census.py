@@ -1,8 +1,4 @@
-"""Every architecture of mlx-lm runs in batches, or is listed as running alone.
-
-Those of `TOGETHER` are decoded here in a batch, with drafts of different lengths: a few
-in the default tests, all in the slow ones.
-"""
+"""Every architecture of mlx-lm runs in batches, or is listed as running alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Assistants and heads of several layers draft a token for all rows in one forward."""
+"""Gemma 4 assistants and chained MTP heads draft for all rows in one forward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,6 @@ KINDS = ("chained", "assistant")
 def generator(
     kind: str, name: str = "shared", head: str = "dense", **options: Any
 ) -> SpeculativeGenerator:
-    """Return a generator whose draft is of this kind and has random weights."""
     if kind == "chained":
         return generator_of(*mtp_on("step3p5"), **options)
     made = make(name, head)
@@ -41,7 +40,7 @@ def generator(
 
 @contextmanager
 def forwards(kind: str) -> Iterator[list[int]]:
-    """Record the number of rows of each forward in which the drafter drafts a token."""
+    """Record how many rows each of the drafter's drafting forwards has."""
     rows: list[int] = []
     owner: Any = Mtp if kind == "chained" else Assistant
     names = ("rows", "step", "ragged") if kind == "chained" else ("run",)
@@ -74,7 +73,7 @@ def test_eight_rows_are_as_many_forwards_of_the_drafter_as_one(kind: str) -> Non
 
 
 class Asked(NamedTuple):
-    """A request, the rounds in which it joins and leaves, and its draft lengths."""
+    """A request: draft lengths, when it joins, how many rounds later it leaves."""
 
     prompt: int
     lengths: list[int]
@@ -83,7 +82,6 @@ class Asked(NamedTuple):
     leaves: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the request."""
         sampled = Sampling(temperature=0.8, seed=self.seed or 0)
         return {
             "sampling": Sampling() if self.seed is None else sampled,
@@ -94,8 +92,8 @@ class Asked(NamedTuple):
         }
 
 
-# Prompts longer and shorter than a window. The heads of the rows have missed different
-# numbers of tokens, and some rows draft fewer tokens than a chain has layers.
+# Prompts are longer and shorter than a window. Some rows draft fewer tokens than a
+# chain has layers. Heads lag behind their targets by different numbers of tokens.
 ASKED = (
     Asked(40, [3, 0, 0, 2]),
     Asked(2, [1, 1, 0, 3], seed=3, joins=1),
@@ -148,7 +146,7 @@ def hold(by_place: Keys, layers: Any, state: Any) -> None:
 def together(
     made: SpeculativeGenerator, requests: Sequence[Asked], options: dict[str, Any]
 ) -> tuple[list[Any], list[Keys]]:
-    """Return results of requests that join and leave, and the head's keys."""
+    """Return the results, and the head's keys of each request."""
     results: list[Any] = [None] * len(requests)
     head_keys, uids = [Keys() for _ in requests], dict[int, int]()
     with BatchGenerator(made) as batch:
@@ -177,7 +175,7 @@ def together(
 
 
 def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
-    """Require that requests that join and leave get the results that they get alone."""
+    """Compare results, drafts and the head's keys with those of the requests alone."""
     batched, drafted = Drafts(), Drafts()
     # A quantized request with a prompt of one token would run alone.
     requests = ASKED[:-1] if options else ASKED
@@ -218,7 +216,7 @@ def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
 def test_rows_of_a_chain_draft_what_they_do_alone(
     longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds whether a head reads plain steps at once or only before a draft."""
+    """A head reads plain steps at once (`longest` = 1), or only before a draft (64)."""
     for module in (shared_head, mtp):
         monkeypatch.setattr(module, "LONGEST_LAG", longest)
     assert_as_alone(generator("chained"))
@@ -229,7 +227,6 @@ def test_rows_of_a_chain_draft_what_they_do_alone(
     [*covering(TARGETS, HEADS), pytest.param("full", "dense", marks=SLOW)],
 )
 def test_rows_of_an_assistant_draft_what_they_do_alone(name: str, head: str) -> None:
-    """This holds for wrapped windows, windows that are not full, and quantized rows."""
     quantized = KVQuantization(bits=8, group_size=32, start=0)
     options = {"kv_quantization": quantized} if name == "full" else {}
     assert_as_alone(generator("assistant", name, head), **options)

@@ -1,4 +1,4 @@
-"""If a request ends inside a round, a batch keeps the rows that a stream keeps."""
+"""A request that ends inside a round leaves in the cache what its stream leaves."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,11 +30,11 @@ from support.models.tiny_tokenizer import byte_tokenizer
 EVERY = 8
 PROMPTS = (23, 17, 6)
 LENGTH = 18  # tokens of a text
-STOPS = (6, 8, 10)  # inside of rounds of 5 tokens, and at the end of a round
+STOPS = (6, 8, 10)  # twice inside a round of 5 tokens, once at its end
 
 
 def options_of(made: Bench, prompt: int, stop: int | None) -> dict[str, Any]:
-    """Return options of a request that ends at a place of its text or at its budget."""
+    """Return options; the token at index `stop` of the text ends the request."""
     text = made.text(prompt, SAMPLINGS[0])
     ends = () if stop is None else (text[stop],)
     return {"max_tokens": LENGTH, "stop_tokens": ends}
@@ -43,9 +43,10 @@ def options_of(made: Bench, prompt: int, stop: int | None) -> dict[str, Any]:
 def opened(
     made: Bench, kind: str, **options: Any
 ) -> tuple[SpeculativeGenerator, PrefixCache]:
-    """Return a generator whose drafts are mostly right, and its own prefix cache.
+    """Return a generator whose drafts are mostly right, and its prefix cache.
 
-    With a draft model all rounds have 5 tokens; lookups draft behind a step in flight.
+    With a draft model every round has 5 tokens. Lookups also draft behind a step in
+    flight.
     """
     prefixes = PrefixCache(64 << 20, every=EVERY)
     draft: Any = made.model
@@ -63,7 +64,7 @@ def opened(
 
 
 def left(prefixes: PrefixCache, tokens: Sequence[int]) -> dict[int, Snapshot]:
-    """Return the cached rows of a text, by the length of each reusable prefix."""
+    """Return what is cached of a text, by the length of each reusable prefix."""
     by_stop: dict[int, Snapshot] = {}
     for stop in range(1, len(tokens) + 1):
         taken = prefixes.lookup(0, tokens[:stop])
@@ -100,7 +101,7 @@ def in_order(leaf: Any) -> list[mx.array]:
 
 
 def slices(leaf: Any) -> list[list[mx.array]]:
-    """Return the arrays of each buffer of a leaf, one for each range of positions."""
+    """Return each buffer's arrays, one for each range of positions."""
     return [[*each] for each in zip(*(rows.arrays for rows in leaf.rows), strict=True)]
 
 
@@ -147,7 +148,6 @@ def test_a_request_leaves_what_its_stream_leaves(name: str, kind: str) -> None:
 
 
 def inside_a_draft(result: Result) -> bool:
-    """Return whether a text ends with an accepted token inside a round."""
     return result.finish_reason == "stop" and result.origins[-1].writer == "accepted"
 
 
@@ -229,7 +229,6 @@ def test_a_cut_that_raises_ends_its_request_alone(
 def test_a_round_that_fails_after_its_cut_runs_again(
     method: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text and tokens are the same as without the failure."""
     made, left_calls = bench("qwen3_5"), [calls]
     plain: Any = getattr(BatchRound, method)
     generator, _ = opened(made, "model")

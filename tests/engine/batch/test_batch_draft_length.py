@@ -30,7 +30,6 @@ LONGEST = 8
 
 
 def rows_of(count: int, kind: str = "model") -> list[BatchRequest]:
-    """Return rows with adaptive draft lengths."""
     generator = bench("llama").generator(kind, draft_length=None)
     streams = [generator.stream(prompt_of(3)) for _ in range(count)]
     return [BatchRequest(n, stream) for n, stream in enumerate(streams)]
@@ -39,7 +38,7 @@ def rows_of(count: int, kind: str = "model") -> list[BatchRequest]:
 def lengths_with(
     seconds: Any, rows: list[BatchRequest], *, credit: Credit | None = None
 ) -> BatchDraftLength:
-    """Return lengths for rounds whose time is a function of rows and drafted tokens."""
+    """Return draft lengths for rounds that take `seconds(rows, drafted)`."""
 
     @cache
     def sources(count: int) -> list[Source]:
@@ -53,7 +52,7 @@ def lengths_with(
 
 
 def expect(rows: list[BatchRequest], *rates: float) -> None:
-    """Let the rows forecast these acceptance rates, repeated in turn."""
+    """Let each row forecast one of the rates, in turn."""
     for row, rate in zip(rows, cycle(rates), strict=False):
         survival = AcceptanceRates(first=rate).survival(range(9))
         policy(row).forecast = lambda _, survival=survival: [survival]  # type: ignore[misc]
@@ -67,7 +66,7 @@ def policy(row: BatchRequest) -> RuleDraftLength:
 def play(
     lengths: BatchDraftLength, rows: list[BatchRequest], seconds: Any, right: float
 ) -> list[int]:
-    """Run rounds that accept this share of each draft; return their widths."""
+    """Run rounds that accept the share `right` of each draft; return their widths."""
     widths = []
     for _ in range(60):
         limits = lengths.limits(rows, 100, [50] * len(rows))
@@ -104,7 +103,7 @@ def test_a_large_batch_whose_tokens_cost_like_rows_goes_down_to_plain_steps() ->
 
 @pytest.mark.usefixtures("measured")
 def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
-    """Trials at all sizes together lose no more than trials at one size may lose."""
+    """All sizes together lose no more on trials than one size may lose."""
 
     def seconds(rows: int, drafted: int) -> float:
         return 1 + 0.5 * drafted  # pays if most tokens are accepted
@@ -183,8 +182,6 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
 
 @pytest.mark.usefixtures("measured")
 def test_a_busy_device_is_hardly_asked_for_a_draft_of_few_rows() -> None:
-    """This holds from the first round on if the costs are known."""
-
     def seconds(rows: int, drafted: int) -> float:
         return 1 + 0.5 * drafted
 
@@ -266,7 +263,7 @@ def test_a_request_by_itself_drafts_on_the_credit_of_streams() -> None:
 def test_lookups_draft_in_one_round_after_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a round with drafts no step is in flight, and the next round drafts too."""
+    """After a round with drafts no step is in flight, so the next round drafts too."""
     made = bench("llama")
     prompts = [prompt_of(9), prompt_of(14)]
     text = made.generator("none").generate

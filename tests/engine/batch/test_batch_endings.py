@@ -1,4 +1,4 @@
-"""A batch in which joining, taking tokens or closing fails half-way stays usable."""
+"""A batch stays usable if joining, taking tokens or closing fails."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Failures in a batch: of one row, of the draft for all rows, of a whole round."""
+"""Failures in a batch: of one row, of the shared draft, of a whole round."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_a_row_whose_logits_are_unusable_ends_alone(kind: str) -> None:
         assert isinstance(responses[-1].error, NonFiniteLogitsError)
         assert responses[-1].finish_reason == "error"
         assert batch.error(bad) is responses[-1].error
-        # The row emits nothing in the round in which it fails, as when it runs alone.
+        # A row emits nothing in the round in which it fails.
         assert len(batch.result(bad).tokens) == len(responses) - 1 in (5, 6, 7)
         finish(made, batch, rows)
         assert (batch.stats.failed, batch.stats.finished) == (1, 7)
@@ -129,7 +129,7 @@ def test_a_target_that_cannot_commit_leaves_the_draft_as_it_was(
 
 
 def assert_two_unread(batch: BatchGenerator) -> None:
-    """Require that the draft's caches lack just the last two known tokens of a row."""
+    """Require that the draft's caches hold all known tokens but the last two."""
     drafter = batch._groups[None]._rounds.proposals.shared
     assert isinstance(drafter, SharedModel)
     offsets: Any = drafter.lane.caches[0].offset.tolist()
@@ -255,7 +255,7 @@ def test_reports_stops_and_origins_are_those_of_a_row_alone() -> None:
 
 
 def test_a_policy_that_fails_as_it_learns_costs_no_token() -> None:
-    """Its round is committed by then, and its tokens are handed out."""
+    """The round is committed before the policy learns; its tokens are handed out."""
     made = bench("llama").generator("none")
     options: dict[str, Any] = {"max_tokens": 12, "stop_tokens": ()}
     wanted = made.generate(prompt_of(5), **options).tokens
@@ -275,7 +275,7 @@ def test_a_policy_that_fails_as_it_learns_costs_no_token() -> None:
             try:
                 responses = batch.next()
             except RuntimeError:
-                failures += 1  # the next call returns what this one has not
+                failures += 1  # the next call returns the tokens of this round
                 continue
             tokens += [each.chunk.token for each in responses if each.chunk]
         assert failures == 2

@@ -1,4 +1,4 @@
-"""Inputs and proposals of heads that draft for all rows of a batch."""
+"""Heads that draft for all rows of a batch read and propose what they do alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
-# A hybrid target; heads with a window, two caches, one token a draft, chained layers.
+# A hybrid target; then heads with a window, two caches, one token a draft, a chain.
 COMMON = ("qwen3_5", "mimo_v2_flash", "deepseek_v32", "mimo", "step3p5")
 OTHERS = (
     *("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm_moe_dsa", "glm4_moe"),
@@ -52,8 +52,7 @@ OTHERS = (
     *("bailing_moe", "bailing_hybrid", "bailing_moe_v3"),
 )
 KINDS = ("mtp", "eagle", "sliding")
-# The number of the first call that is interrupted, and the step to the next number.
-# Slow tests interrupt the calls between them.
+# The first call to interrupt, and the distance to the next; slow tests interrupt all.
 CALLS = {"mtp": (1, 2), "eagle": (1, 3), "sliding": (2, 2)}
 
 
@@ -139,7 +138,7 @@ def test_a_head_of_few_ids_drafts_no_others() -> None:
 def test_rounds_without_drafts_are_caught_up_with(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds also while steps are in flight, and for more tokens than a window."""
+    """Steps may be in flight, and a head may miss more tokens than its window holds."""
     made, drafted = head_bench("llama"), []
     for lag in (1, 3, 64):
         monkeypatch.setattr(shared_head, "LONGEST_LAG", lag)
@@ -188,7 +187,6 @@ def test_rows_that_never_draft_are_not_followed() -> None:
 def test_an_interrupt_anywhere_leaves_rows_and_head_as_they_were(
     kind: str, calls: tuple[int, int]
 ) -> None:
-    """In each run Ctrl-C is raised in one call, of the target or of the head."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     cases = [replace(case, max_tokens=14) for case in cases]
     for case in cases:
@@ -219,7 +217,6 @@ def test_an_interrupt_anywhere_leaves_rows_and_head_as_they_were(
 def insert_planned(
     made: HeadBench, batch: BatchGenerator, lengths: list[int], cases: list[Case]
 ) -> dict[int, Case]:
-    """Insert rows that repeat a list of draft lengths."""
     rows = {}
     for case in cases:
         made.text(case.prompt, case.sampling)
@@ -230,7 +227,7 @@ def insert_planned(
 
 @pytest.mark.parametrize("where", ["forward", "read"])
 def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> None:
-    """A step is committed when it is submitted, and read after the next submission."""
+    """A plain step is committed when submitted, but read after the next submission."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     plain = Pending.read
     for number in range(1, 7):
@@ -258,7 +255,7 @@ def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> N
 
 @pytest.mark.parametrize("where", ["feed", "commit"])
 def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) -> None:
-    """The states of plain steps are still held after it, and none is fed twice."""
+    """The states of plain steps are held after the interrupt, and none is fed twice."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     plain = getattr(HeadRound, where)
     generator, catching = made.generator("mtp"), []
@@ -285,14 +282,14 @@ def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) ->
             run(batch)
         assert batch.running
         finish(made, batch, rows)
-        assert False in catching  # the head has caught up again, undisturbed
+        assert False in catching  # the head has caught up after the interrupt
         assert batch.stats.acceptance_rate > 0.4
         assert not any(batch.result(uid).stats.drafter_faults for uid in rows)
     assert knowing(generator).unknown == 0
 
 
 def fail_in(head: KnowingMtp, call: int, error: BaseException) -> None:
-    """Let one call of a head, the given number from now, raise after it has run."""
+    """Let the `call`-th call of a head from now on raise after it has run."""
     left = call
     for name in ("history", "step"):
         plain = getattr(head, name)
@@ -328,7 +325,7 @@ def test_a_target_that_cannot_commit_leaves_the_head_as_it_was(
 
 @pytest.mark.parametrize("call", [1, 3, 7, 8, 9, 12])
 def test_a_head_that_raises_is_disabled(call: int) -> None:
-    """An error in a prefill disables the head for that row; in a round, for all."""
+    """An error in a prefill disables the head for one row, in a round for all rows."""
     made = head_bench("llama")
     generator = made.generator("mtp")
     with BatchGenerator(generator) as batch:
@@ -409,9 +406,9 @@ def test_a_text_of_a_batch_is_found_by_a_later_request() -> None:
 def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each kept row belongs to its position and token, for batches and for streams.
+    """Each cached row of a head has its position and token.
 
-    In a batch a head may begin where its target begins to read, and has no rows before.
+    In a batch, the first row may be that of the place where the target began to read.
     """
 
     def check(
@@ -459,7 +456,7 @@ def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
 
 
 def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
-    """The head begins where the target began to read, which differs between rows."""
+    """Each row's head begins where its target began to read."""
     made = head_bench("llama")
     prefixes = PrefixCache(64 << 20, every=8)
     plain = made.generator("none", prefix_cache=prefixes)

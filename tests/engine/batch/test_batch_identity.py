@@ -1,9 +1,7 @@
 """Every row of a batch has the text that its prompt has alone.
 
-Hypothesis draws the rows that join and leave between rounds. Their prompts have lengths
-around the windows and are read at once or in parts; each row has its own options and
-budget. Where wide forwards change the last bits of a family's logits, texts may differ
-from a near-tie on, as in tests/engine/test_text_is_unchanged.py.
+Hypothesis draws rows that join and leave between rounds. Where wide forwards change the
+last bits of a family's logits, texts may differ from a near-tie on.
 """
 
 import pytest
@@ -67,17 +65,13 @@ CASES = st.builds(
 
 
 def bench_for(name: str, kind: str) -> Bench:
-    """Return the bench that has this kind of draft for a model."""
     return head_bench(name) if kind in KNOWING else bench(name)
 
 
 def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
     """Return a state machine that runs batches of a model with a kind of draft.
 
-    Args:
-        name: name of the tiny model.
-        kind: kind of the draft.
-        sizes: whether numbers of rows are rounded to few sizes; more rows run then.
+    `sizes`: numbers of rows are rounded to few sizes, and more rows run.
     """
     most = 12 if sizes else MOST_ROWS
 
@@ -140,8 +134,8 @@ def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
             assert self.batch.memory == 0
             assert all("one token" in reason for reason in self.batch.stats.alone)
             if kind in KNOWING and not self.bench.ties:
-                # Only a row with a prompt of one token has no state for its first
-                # draft. In all other drafts the first input was that of its text.
+                # Only a row with a prompt of one token lacks the state for its first
+                # draft.
                 short = sum(case.prompt == 1 for case in self.cases.values())
                 assert knowing(self.generator).unknown <= short
             self.batch.close()
@@ -186,8 +180,7 @@ def test_rows_share_forwards_and_keep_different_numbers(kind: str) -> None:
         assert stats.drafted == 0
         assert stats.forwards == 2 * 20
     else:
-        # Lookups draft a fixed length after any match; matches of 1 token are
-        # seldom right.
+        # Lookups draft after any match, and matches of one token are seldom right.
         least = 0.1 if kind == "lookup" else 0.3
         assert least < stats.acceptance_rate < 0.95
         assert stats.forwards < 35

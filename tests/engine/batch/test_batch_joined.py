@@ -1,7 +1,6 @@
 """Requests with constraints, processors and drafters of every kind run together.
 
-Each request has the text, log-probabilities, cache rows and drafts of heads that it has
-alone, while others join and leave.
+Each request has the text, log-probabilities, cache rows and drafts that it has alone.
 """
 
 from collections.abc import Callable
@@ -64,8 +63,6 @@ class Counting:
 
 
 class Forkable(Counting):
-    """A counting processor whose state can be restored."""
-
     def copy_state(self) -> int:
         return self.calls
 
@@ -75,13 +72,11 @@ class Forkable(Counting):
 
 @pure
 def shifted(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Prefer some ids."""
     return logits + 1.0 * (mx.arange(logits.shape[-1]) % 5 == tokens.shape[0] % 5)
 
 
 @cache
 def constraint(name: str) -> Constraint | None:
-    """Return the constraint with this name; None for all other names."""
     if name == "schema":
         return json_schema(SCHEMA, TOKENIZER)
     if name == "regex":
@@ -101,11 +96,9 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and the rounds in which it joins and leaves."""
-
     prompt: int
     joins: int  # number of the round
-    leaves: int | None  # number of rounds after that; None: it stays
+    leaves: int | None  # number of rounds after `joins`; None: it stays
     constraint: str | None = None
     processor: str | None = None
     temperature: float = 0.0
@@ -143,13 +136,11 @@ ASKED = st.builds(
 
 
 def plain_of(generator: SpeculativeGenerator) -> SpeculativeGenerator:
-    """Return a generator of the same target with neither draft nor prefix cache."""
     return SpeculativeGenerator(generator.model, TOKENIZER)
 
 
 @cache
 def made(name: str, kind: str) -> SpeculativeGenerator:
-    """Return a generator with a kind of draft."""
     target = build(name, vocab=260)
     draft: Any = None
     if kind in ("model", "cascade"):
@@ -164,7 +155,7 @@ def made(name: str, kind: str) -> SpeculativeGenerator:
 
 
 def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Result]:
-    """Return the results of requests; each joins and leaves in the rounds it names."""
+    """Run requests that join and leave; return their results."""
     with BatchGenerator(generator, max_rows=len(requests)) as batch:
         uids: dict[int, int] = {}
         results: dict[int, Result] = {}
@@ -187,10 +178,7 @@ def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Resul
 
 
 def assert_as_alone(generator: SpeculativeGenerator, one: Asked, got: Result) -> None:
-    """Require that the tokens are the beginning of the text that the request has alone.
-
-    The request runs without a prefix cache, and with the one that the batch has filled.
-    """
+    """Compare with the request alone: without a prefix cache, and with the batch's."""
     alone = plain_of(generator).generate(prompt_of(one.prompt), **one.options())
     again = generator.generate(prompt_of(one.prompt), **one.options())
     assert again.tokens == alone.tokens  # from the batch's prefix cache
@@ -224,7 +212,7 @@ def test_requests_of_all_kinds_write_what_they_do_alone(name: str, kind: str) ->
 
 @cache
 def with_head(kind: str, *, lookup: bool) -> SpeculativeGenerator:
-    """Return a generator with a random head, with `lookup` after a `KnownDraft`."""
+    """Return a generator with a random head; `lookup`: after a `KnownDraft`."""
     target: Any
     draft: Any
     if kind == "chained":
@@ -332,7 +320,7 @@ def test_heads_draft_in_a_batch_what_they_do_alone(
         uids = {n: batch.insert(prompt_of(n), **options) for n in PROMPTS[:3]}
         for _ in range(4):
             batch.next()
-        batch.remove(uids.pop(PROMPTS[0]))  # the rows after it move up
+        batch.remove(uids.pop(PROMPTS[0]))  # later rows move up
         uids[PROMPTS[3]] = batch.insert(prompt_of(PROMPTS[3]), **options)
         while batch.waiting or batch.running:
             batch.next()
@@ -351,7 +339,7 @@ def forwards_of(
     prompts: list[int],
     options: dict[str, Any],
 ) -> tuple[int, int]:
-    """Return the forwards for all requests together, and the largest number for one."""
+    """Return the number of forwards of the batch, and the most of a request alone."""
     with BatchGenerator(fresh()) as batch:
         uids = [batch.insert(prompt_of(n), **options) for n in prompts]
         while batch.waiting or batch.running:
@@ -396,7 +384,7 @@ def test_requests_with_a_dspark_drafter_share_the_forwards_of_the_target() -> No
 def test_forced_tokens_are_no_drafts_of_a_source(
     kind: str, names: tuple[str | None, ...]
 ) -> None:
-    """This holds at lengths that a rule chooses, also where the rule plans no draft."""
+    """Tokens are forced also in rounds for which the rule plans no draft."""
     fixed = made("llama", kind)
     generator = SpeculativeGenerator(fixed.model, TOKENIZER, draft=fixed.draft)
     each: list[StreamKeywords] = [
@@ -418,7 +406,7 @@ def test_forced_tokens_are_no_drafts_of_a_source(
 
 @cache
 def quantizable() -> tuple[Any, Any]:
-    """Return a target with caches that can be quantized, and a draft often right."""
+    """Return a target and an equal draft model; their caches can be quantized."""
     tiny = TINY_MODELS["llama"]
     wide = replace(tiny, args={**tiny.args, "head_dim": 32})
     return build_tiny(wide), build_tiny(wide)
@@ -435,7 +423,6 @@ QUANTIZED = st.tuples(
 
 @pytest.mark.parametrize("kind", ["model", "lookup"])
 def test_quantized_requests_write_what_they_do_alone(kind: str) -> None:
-    """Requests with equal quantization share forwards, and so do those without any."""
     target, draft = quantizable()
 
     def generator() -> SpeculativeGenerator:
@@ -503,7 +490,7 @@ def test_quantized_requests_share_forwards() -> None:
 
 
 def test_a_shared_draft_model_reads_what_others_have_drafted() -> None:
-    """Forced tokens and lookups let it miss different numbers of tokens in each row."""
+    """Forced tokens and lookups make the draft model lag differently in each row."""
     target = build("llama", vocab=260)
     for draft in (target, CascadeDraft(target, LookupDraft())):
         made = SpeculativeGenerator(target, TOKENIZER, draft=draft, draft_length=3)

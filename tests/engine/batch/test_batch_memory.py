@@ -76,7 +76,7 @@ def test_bytes_return_to_the_start(
 
 @pytest.mark.parametrize("sizes", [False, True])
 def test_caches_are_as_wide_as_the_longest_row(sizes: bool) -> None:
-    """This holds however many tokens other rows accept; few columns stay spare."""
+    """Other rows accept different numbers of tokens, and few columns stay spare."""
     made, most = bench("llama"), 6 if sizes else 3
     generator = made.generator("model")
     with BatchGenerator(generator, max_rows=most, row_sizes=sizes) as batch:

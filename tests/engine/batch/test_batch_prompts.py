@@ -29,7 +29,6 @@ Fed = list[tuple[int, int]]
 
 
 def started(made: Bench, batch: BatchGenerator, count: int = 2) -> dict[int, Case]:
-    """Return rows that are running."""
     rows = {}
     for sampling in SAMPLINGS[:count]:
         case = Case(6, sampling, 30, draft_length=1)  # for 15 rounds at least
@@ -130,7 +129,7 @@ def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> 
 
 
 def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
-    """No round is submitted meanwhile: reading would distort its measured time."""
+    """No round runs meanwhile, because reading would distort its measured time."""
     made, lengths = bench("llama"), Planned([4, 2])
     with BatchGenerator(made.generator("model")) as batch:
         uid = batch.insert(
@@ -151,7 +150,7 @@ def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
 
 
 def test_what_a_draft_has_missed_is_read_in_parts() -> None:
-    """Rows draft again after many plain rounds, during which a row joins."""
+    """Rows draft again after many plain rounds; a row joins before that."""
 
     class Late:
         longest = 4

@@ -1,7 +1,4 @@
-"""Batches that pad their numbers of rows to few sizes: shapes, costs and rows.
-
-test_batch_identity.py shows that their texts do not change.
-"""
+"""Shapes, costs and copied rows of batches that pad numbers of rows to few sizes."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -27,7 +24,7 @@ from support.drafters.batches import SAMPLINGS, Case, Watched, bench, finish, ru
 from support.identity import prompt_of
 
 Shapes = list[tuple[int, int]]
-# Drafts that know texts of their target.
+# To make these drafts, texts of the target are written first.
 SLOW_TO_MAKE = ("lookup", "mtp", "eagle")
 
 
@@ -107,7 +104,7 @@ def test_sizes_are_not_used_on_a_cpu() -> None:
 
 @pytest.fixture(name="copied")
 def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Return a list to which each copy of a layer's rows adds their old places."""
+    """Record the old places of the rows in each copy of a layer."""
     places: list[list[int]] = []
     usual = RaggedKVCache.filter
 
@@ -120,7 +117,6 @@ def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) -> None:
-    """A round with fewer rows than the size copies no rows."""
     made = bench("llama")
     rows = 13
     cases = [Case(6, SAMPLINGS[0], 4 + 2 * n) for n in range(rows)]
@@ -140,9 +136,9 @@ def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) ->
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_a_row_that_has_left_changes_nothing_for_the_others(name: str) -> None:
-    """Its place stays in the batch until the size changes, and is not read."""
+    """The row's place stays in the batch until the size changes, and is not read."""
     model, rows, stay = bench(name).model, 6, [0, 1, 3, 4, 5]
-    recorders = ModelHooks(model)  # so that states can keep a part of a round
+    recorders = ModelHooks(model)  # lets states keep a part of a round
     fed = mx.array([[3 * row + 1, 3 * row + 2] for row in range(rows)])
     by_sizes: dict[bool, list[Any]] = {}
     for used in (True, False):
@@ -190,7 +186,6 @@ def test_a_row_that_has_left_is_let_go_of_where_it_is_the_longest() -> None:
 
 
 def let_draft(batch: BatchGenerator, length: int) -> None:
-    """Let every row draft `length` tokens a round from now on."""
     for row in batch._groups[None].rows:
         lengths: Any = row.request.policy
         assert type(lengths) is FixedDraftLength

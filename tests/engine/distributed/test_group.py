@@ -14,19 +14,16 @@ HERE = Place("round", 4, 2)
 
 
 class Ranks:
-    """A group of three, of which this is rank 1."""
+    """A group of three ranks; this is rank 1."""
 
     def rank(self) -> int:
-        """Return the number of this rank."""
         return 1
 
     def size(self) -> int:
-        """Return how many ranks there are."""
         return 3
 
 
 def group_of(monkeypatch: pytest.MonkeyPatch, *lines: bytes) -> RankGroup:
-    """Return a group whose exchange returns these lines."""
     ranks: Any = Ranks()
     made = RankGroup(ranks, [f"rank {rank} (host)" for rank in range(3)], "word")
 
@@ -40,7 +37,6 @@ def group_of(monkeypatch: pytest.MonkeyPatch, *lines: bytes) -> RankGroup:
 
 
 def line(place: Place, *said: Any) -> bytes:
-    """Return the line of a rank at a place."""
     return json.dumps([*place, *said]).encode()
 
 
@@ -77,7 +73,7 @@ def test_ranks_at_other_places_are_named(
 def test_bytes_of_a_forward_end_the_group(
     other: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank waits for the rest of an all_sum, which is never sent."""
+    """The other rank waits for the rest of an all_sum; nothing more is sent."""
     made = group_of(monkeypatch, other, line(HERE), line(HERE))
     with pytest.raises(RankMismatchError, match=r"^Rank 0 is inside a forward, but"):
         made.exchange(HERE, [])
@@ -89,7 +85,6 @@ def test_a_seed_is_the_same_on_all_ranks_and_another_for_each_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def seeds(sampling: Sampling) -> list[int | None]:
-        """Return the seeds of two streams."""
         group = group_of(monkeypatch)
         sessions = [RankSession(group, {}, needs=()) for _ in range(2)]
         return [session.with_seed(sampling).seed for session in sessions]

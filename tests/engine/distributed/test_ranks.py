@@ -1,7 +1,6 @@
 """Two ranks of a target write the text of one, agree on decisions and never hang.
 
-A launch takes seconds, so one launch runs all programs that are not slow. Programs also
-drop streams, which does not end older streams.
+A launch takes seconds, so one launch runs all programs that are not slow.
 """
 
 import os
@@ -17,8 +16,8 @@ from mlx_speculation.engine.distributed.ring_watch import STATUS
 from support.processes.ranks import Ended, run_ranks, wait_for
 
 DENSE_HYBRID = "llama:lookup,measured qwen3_5:mixed head/qwen3_5:mtp"
-# For each way to divide a target: architectures for which mlx-lm has a method, but the
-# method fails, always or with drafts.
+# For each way to divide a target, the architectures for which mlx-lm's method fails,
+# always or with drafts, and a part of the error.
 REFUSED: list[tuple[str, dict[str, str]]] = [
     ("tensor", {"prism_hadamard_qwen35": "does not have parameter"}),
     (
@@ -36,7 +35,7 @@ REFUSED: list[tuple[str, dict[str, str]]] = [
 
 
 def said_by(ended: list[Ended]) -> list[Any]:
-    """Return the results of ranks, which must all have ended well."""
+    """Require that all ranks ended well; return their results."""
     assert [each.status for each in ended] == [0] * len(ended), ended
     return [each.said for each in ended]
 
@@ -62,7 +61,7 @@ def check_texts(
 
 
 def check_several(each: list[Any], kinds: list[str]) -> None:
-    """Assert that every rank has the texts that a stream without others has."""
+    """Assert that streams among others write what a stream alone does, on all ranks."""
     said = each[0]
     assert each == [said] * len(each)
     counts = {name: len(texts) - 1 for name, texts in said.items()}
@@ -193,10 +192,10 @@ def _check_lost(zero: Ended, folder: Path, killed: float) -> None:
 def test_any_rank_can_be_killed_anywhere(
     tmp_path: Path, ranks: int, where: str, who: int
 ) -> None:
-    """A rank is killed in the middle of a prompt or of the text.
+    """A rank is killed in a prompt or in the text.
 
-    Of four ranks, rank 0 is no neighbour of rank 2, and notices the loss when another
-    rank ends. A neighbour may notice it in this way too, if another rank ends first.
+    Other ranks notice this, or the end of a rank that has noticed it. Rank 0 of four is
+    no neighbour of rank 2.
     """
     killed: list[float] = []
 
@@ -237,7 +236,7 @@ def _reported(ended: Ended, folder: Path, rank: int, since: float) -> str:
 def test_a_rank_that_raises_or_ends_ends_the_text_of_the_other(
     tmp_path: Path, deed: str, who: int
 ) -> None:
-    """This holds also if the rank fails inside a forward and its process lives on."""
+    """To "sulk" is to fail inside a forward while the process lives on."""
     ended = run_ranks(f"endless {deed} {who}", tmp_path)
     other = ended[1 - who]
     if deed == "raise" and who == 0:  # rank 0 closes its stream on the way
@@ -291,7 +290,7 @@ def test_an_mtp_head_drafts_on_rank_0(tmp_path: Path) -> None:
 def test_every_architecture_that_can_be_spread_writes_the_text_of_one(
     parallel: str, refused: dict[str, str], tmp_path: Path
 ) -> None:
-    """Architectures: all that mlx-lm spreads and the census builds; up to near-ties."""
+    """This tests all architectures that mlx-lm divides and the census builds."""
     zero, one = said_by(run_ranks(f"architectures {parallel}", tmp_path, seconds=600))
     assert zero.keys() == one.keys()
     reasons = {name: said for name, said in zero.items() if isinstance(said, str)}

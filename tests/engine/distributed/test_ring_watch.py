@@ -89,7 +89,6 @@ def test_a_process_that_waits_in_mlx_is_ended_and_says_why(
 def test_a_lost_neighbour_is_found_by_the_thread(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread of the watch notices the loss without a call, and ends the process."""
     monkeypatch.setattr(ring_watch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(ring_watch, "END_SECONDS", 0.05)
     ended, other = socket.socketpair()
@@ -112,7 +111,7 @@ def test_connections_of_the_ring_are_found_by_their_ports(tmp_path: Path) -> Non
     after = socket.create_connection(("127.0.0.1", ports[2]))
     connections = ring_connections(1, 3, str(hosts))
     assert sorted(connections) == [0, 2]
-    # The other ends are in this process too, and one of them looks like one of rank 1.
+    # The other ends are in this process too; one looks like a connection of rank 1.
     assert taken.getpeername() in [each.getpeername() for each in connections[0]]
     assert after.getpeername() in [each.getpeername() for each in connections[2]]
     for each in [*listeners, before, taken, after, *connections[0], *connections[2]]:

@@ -41,22 +41,18 @@ class Asked(OpenDrafter):
         self.discarded = 0
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose zeros."""
         self.limits.append(limit)
         tokens = mx.zeros((limit if self.speaks else 0,), mx.uint32)
         return Proposal(tokens, survival=self.survival)
 
     def forecast(self, sequence: Sequence, limit: int) -> list[float] | None:
-        """Expect nothing after a failure; else return the forecast; None: use rates."""
         return [] if self.failed else self.forecasts
 
     @property
     def disabled(self) -> bool:
-        """Return whether it has failed."""
         return self.failed
 
     def discard(self) -> None:
-        """Count the calls."""
         self.discarded += 1
 
 
@@ -71,7 +67,7 @@ def _no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Cho
 def ruled(
     lookup: Asked, model: Asked, right: float, cost: float = 0.1
 ) -> tuple[RuledDrafter, RuleDraftLength]:
-    """Return a drafter that a rule chooses from both, and the rule's lengths."""
+    """Return a cascade of both drafters under a rule, and the rule's draft lengths."""
     both, rounds = [lookup, model], {0: 1.0, LONGEST: 1.0 + LONGEST * cost}
     known = [
         Source(

@@ -1,4 +1,4 @@
-"""Sizes of the parts of a round's forward are measured in turn, and saved."""
+"""A calibration measures the best size for the parts of a round's forward."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 
 class Rounds:
-    """A stream whose rounds take the times of a table, and its clock."""
+    """A stream and its clock; a round takes the seconds of its part size."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.seconds, self.run, self.now = seconds, list[int](), 0.0

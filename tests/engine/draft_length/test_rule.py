@@ -31,7 +31,6 @@ def chosen(rule: DraftRule, *survival: Sequence[float], behind: bool = False) ->
 
 
 def source_of(rule: DraftRule, offered: Sequence[Sequence[Sequence[float]]]) -> Source:
-    """Return the source that drafts."""
     plan = rule.choose(CONTEXT, 16, offered)
     assert plan.source is not None
     return rule.sources[plan.source.index]
@@ -109,7 +108,6 @@ def test_an_unknown_length_is_tried_short_and_doubled() -> None:
 
 
 def test_drafts_that_are_always_wrong_lose_the_credit_and_its_share() -> None:
-    """This holds for any forecast of the source."""
     rule = rule_of(source(1 / 2), credit=4.0)
     steps = 0.0
     for _ in range(1000):
@@ -122,7 +120,7 @@ def test_drafts_that_are_always_wrong_lose_the_credit_and_its_share() -> None:
 
 
 def test_a_free_source_may_know_no_costs_beside_one_that_was_calibrated() -> None:
-    """This happens on a new machine; the free source then costs what the other does."""
+    """A free source without known costs is taken to cost what the other does."""
     model, lookup = Source(RoundCosts({0: {0: 1.0, 4: 1.4}})), Source(free=True)
     rule = DraftRule([model, lookup], Credit(), 16)
     offered = [[[0.1] * 8, [0.9] * 8]]

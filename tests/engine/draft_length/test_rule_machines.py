@@ -1,7 +1,4 @@
-"""The rule on simulated machines: the costs that it learns, and its largest loss.
-
-`test_rule_replay` has real texts.
-"""
+"""The rule on simulated machines: the costs that it learns, and its largest loss."""
 
 import numpy as np
 import pytest
@@ -42,7 +39,7 @@ DEAR = {0: 1.0, **{n: 1.0 + 1.0 * n for n in (1, 2, 4, 8, 16)}}
 
 
 def text_of(right: float, tokens: int = 600, seed: int = 0) -> Text:
-    """Return a text on which each drafted token is right with this probability."""
+    """Return a text on which a drafted token is right with the probability `right`."""
     random = np.random.default_rng(seed)
     values = (random.geometric(1.0 - right, tokens) - 1).clip(0, LONGEST).tolist()
     return Text(50, (values,), ([LONGEST + 1] * tokens,))
@@ -78,7 +75,6 @@ def noted(
     reason: Reason = "best",
     **more: float,
 ) -> None:
-    """Let a policy learn from a round."""
     plan = Plan(length, reason, Compared("model", 0, False, [], (), 0.0))
     policy.note(100, plan, Feedback(length, right, seconds, **more))  # type: ignore[arg-type]
 
@@ -106,7 +102,7 @@ def machine_of(costs: dict[int, float], **options: float) -> Machine:
 def test_no_machine_and_no_text_lose_more_than_the_credit(
     verify: list[float], first: float, right: float, known: bool, seed: int
 ) -> None:
-    """Beyond the credit they lose at most one round, of a length of unknown cost."""
+    """Beyond the credit, at most one round of a length with unknown cost is lost."""
     costs = [1.0, *(first + np.cumsum(verify))]
     known_costs = known_of(
         RoundCosts({0: dict(enumerate(costs))}) if known else None, 0.9
@@ -134,7 +130,7 @@ def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
 
 
 def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
-    """Costs of that hour say that a draft takes 13 plain steps; later it takes few."""
+    """Costs of the busy hour say 13 plain steps for a draft; later it takes few."""
     for length in (FIRST_LENGTH, 8):
         known = known_of(RoundCosts({0: {0: 1.0, length: 13.0}}), 0.9)
         played_rounds = played(machine_of(CHEAP), text_of(0.9), known)
@@ -154,7 +150,7 @@ def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
 def test_kept_costs_that_are_wrong_are_corrected(
     costs: dict[int, float], wrong: float, right: float
 ) -> None:
-    """Kept costs of drafts or all rounds are ten times the real ones or a tenth."""
+    """Saved costs of drafts, or of all rounds, are ten times too high or too low."""
     machine, text = machine_of(costs), text_of(right, 1000)
     for plain in (1.0, wrong):
         kept = {n: wrong * seconds if n else plain for n, seconds in costs.items()}
@@ -183,7 +179,7 @@ def test_kept_costs_that_are_wrong_are_corrected(
 
 
 def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
-    """A first plain step, which also submits the next, shows what is left of that."""
+    """A first plain step (`cold`) submits the next, and shows what is `left` of it."""
     for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0), (None, 1.0)):
         policy = policy_of(0.0, seconds={0: 1.0})
         if cold is not None:

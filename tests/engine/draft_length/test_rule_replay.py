@@ -1,9 +1,8 @@
 """The rule on traces of real rounds: at most 3 % slower than plain decoding.
 
-A pair is a target with one or two sources, and a group is a kind of text. Each group of
-each pair is replayed as the requests of a new generator, on measured and published
-costs, and compared with the best fixed length of the best single source of the group.
-`pytest -s` prints the results.
+A pair is a target with one or two sources, a group is a kind of text. Each group is
+also compared with the best fixed length of its best source; `pytest -s` prints the
+results.
 """
 
 import sys
@@ -90,7 +89,7 @@ def test_neither_does_it_on_texts_that_chose_no_constant(
 def test_a_batch_on_a_busy_device_loses_nothing_from_its_first_job_on(
     rows: int, tokens: int
 ) -> None:
-    """On this device a position more in each row costs half a plain step."""
+    """One more position in each row costs half a plain step on this device."""
     drafting = {"model": 0.4, "mtp": 0.1, "eagle": 0.1, "assistant": 0.1}
     for pair in PAIRS:
         each = [0.5 + drafting.get(name.split("-")[1], 0.0) for name in pair]

@@ -1,4 +1,4 @@
-"""Recorded and replayed rounds are those of a generation with drafts."""
+"""Rounds replayed from a recorded trace equal those of a generation with drafts."""
 
 import json
 import re
@@ -33,7 +33,7 @@ TOKENS = 20
 
 
 def recorded(draft: Any, sampling: Sampling) -> tuple[Any, dict[str, np.ndarray]]:
-    """Return a tiny target and the arrays of one text, like those of a pair's group."""
+    """Return a tiny target, and the arrays of one text, named as in a trace file."""
     model = build("llama")
     usual = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
     source = traces.Recorded(usual._setup.draft)  # type: ignore[arg-type]
@@ -53,7 +53,6 @@ def recorded(draft: Any, sampling: Sampling) -> tuple[Any, dict[str, np.ndarray]
     ],
 )
 def test_a_replay_has_the_rounds_of_a_generation(kind: str, temperature: float) -> None:
-    """At every fixed length and the same seed, counts and steps in flight are equal."""
     sampling = Sampling(temperature=temperature, seed=3)
     draft: Any = build("llama", seed=int(kind == "other"))
     if kind == "lookup":

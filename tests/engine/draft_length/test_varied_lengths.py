@@ -1,7 +1,7 @@
 """Draft lengths that change from round to round do not change the text.
 
-A plain step submits the next round ahead if that is a plain step too, and not if it is
-a draft. Hypothesis draws the plans, so every order of plain steps and drafts occurs.
+A plain step submits the next round ahead only if that is a plain step too, so plans of
+every order are drawn.
 """
 
 from functools import cache
@@ -97,8 +97,7 @@ def test_the_text_is_the_same(
         bitwise=name != "gemma3_text",
     )
     assert len(planned.noted) <= len(planned.planned) <= len(planned.noted) + 1
-    # A length may be planned before it is known whether a step will be in flight; the
-    # caches then hold the token of that step already.
+    # A plan may not count a step in flight, whose token the caches already hold.
     pairs = zip(planned.planned_contexts, planned.contexts, strict=False)
     assert all(
         abs(planned_context - context) <= 1 for planned_context, context in pairs
@@ -108,7 +107,7 @@ def test_the_text_is_the_same(
 
 
 def test_a_round_that_is_planned_asks_for_no_length() -> None:
-    """Ranks exchange the plan of a round, or only its start if it was planned."""
+    """Ranks exchange the plan of a round, or only its start if they know the plan."""
     generator, run_round = drafted("random", "llama", False), StreamDecoder.next_round
     seen: set[bool] = set()
     for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:
@@ -247,7 +246,7 @@ def test_decisions_that_nobody_asked_for_are_not_kept() -> None:
 
 @pytest.fixture(name="nothing_known")
 def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let a test find no saved costs of the same models."""
+    """Hide saved costs of the same models."""
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
 
 
@@ -277,7 +276,7 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
 
 @pytest.fixture(name="one_pass")
 def _one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a calibration measure in one pass instead of three."""
+    """Measure once instead of three times."""
     monkeypatch.setattr(calibration, "PASSES", 1)
 
 
@@ -313,7 +312,7 @@ def test_contexts_are_numbers_of_tokens(contexts: list[int]) -> None:
 
 @pytest.mark.usefixtures("one_pass")
 def test_calibration_leaves_nothing_to_later_requests() -> None:
-    """Its text is useless, and would displace useful entries of a prefix cache."""
+    """The calibration's text would displace useful entries of a prefix cache."""
     prefixes, lookup = PrefixCache(max_bytes=1 << 20), LookupDraft(history=999)
     generator = SpeculativeGenerator(
         build("llama"),
@@ -328,7 +327,7 @@ def test_calibration_leaves_nothing_to_later_requests() -> None:
 
 
 def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
-    """Its costs are measured, and kept in this process alone."""
+    """The costs of such a head are kept in this process only."""
 
     class Own(HeadDraft):
         def __init__(self, model: nn.Module) -> None:
@@ -345,7 +344,6 @@ def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
 def test_each_context_is_measured_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The costs of the second context are not copied from the first."""
     prompts: list[int] = []
     streams: list[Any] = []
     small = build("llama", seed=7)

@@ -1,8 +1,4 @@
-"""Only the adapter inspects the objects that a user passes.
-
-Elsewhere in the engine a drafter has all members of `OpenDrafter`, and a draft all
-members of `Draft`.
-"""
+"""Only the adapter inspects the types and members of a user's drafters and drafts."""
 
 import ast
 import re
@@ -19,7 +15,7 @@ from support.pages import ROOT
 ADAPTER = "engine/drafters/user_drafter.py"
 KINDS = re.compile(r"\b\w*(Draft|Drafter|Drafters)\b")
 OBJECTS = re.compile(r"draft|\b(inner|member|each|source|head)s?\b")
-# Allowed calls: on a head's module, which is not a drafter.
+# An allowed call: a head's module is not a drafter.
 OTHERS = {"getattr(head, 'ids', None)"}
 
 
@@ -86,8 +82,6 @@ class Bare:
 
 
 class Rich(Bare):
-    """A user's drafter with optional members too."""
-
     def __init__(self) -> None:
         self.known: list[int] = []
 

@@ -25,8 +25,8 @@ from support.models.dflash_checkpoints import VARIANTS, write_dflash
 from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENS = 16
-# The default, (0, 1), has the last layer of llama and qwen3_5, which is read after the
-# final norm.
+# The default, (0, 1), includes the last layer of llama and qwen3_5. That layer is read
+# after the final norm.
 LAYERS = {"gemma3_text": (0, 1, 2)}
 # One drafter of each kind, and of each form of reading a block.
 KINDS = ("full", "dflash2", "deepspec", "speculators, given")
@@ -35,7 +35,7 @@ CASES = [
     *((name, "llama") for name in (*VARIANTS, *PACKAGINGS) if name not in KINDS),
 ]
 # Every kind, target and form of holding the context. Other tests compare the drafts of
-# other pairs with references; a target only sees the drafted tokens.
+# other pairs with references.
 QUICK = [
     *zip(KINDS, TARGETS, strict=True),
     *(("full", "qwen3_5"), ("dflash2", "llama")),
@@ -48,7 +48,6 @@ target_of, text_of, generator = TARGETED.target, TARGETED.text, TARGETED.generat
 
 @cache
 def draft_of(variant: str, name: str) -> DFlashDraft:
-    """Return a drafter with random weights for a target."""
     return load_block(variant, target_of(name), LAYERS.get(name, (0, 1)))
 
 
@@ -130,7 +129,7 @@ def test_a_long_prompt_is_fed_before_it_is_drafted_from(
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_passed_cache_costs_the_first_draft_alone(named: bool) -> None:
-    """The positions of the passed cache are not in the context, which begins later."""
+    """The drafter's context begins after the positions of the passed cache."""
     text, model = text_of("llama", 0.0), target_of("llama")
     plain = SpeculativeGenerator(model, byte_tokenizer())
     caches = make_prompt_cache(model)
@@ -147,7 +146,7 @@ def test_a_passed_cache_costs_the_first_draft_alone(named: bool) -> None:
 
 
 def test_a_folder_with_a_drafter_is_known_by_its_config(tmp_path: Path) -> None:
-    """A tiny drafter is refused as a drafter, and not as an unknown model."""
+    """The error names a drafter of a wrong size, and not an unknown model."""
     folder = write_dflash(tmp_path, "full")
     with pytest.raises(ModelFolderError, match="DFlash drafter has input size 192"):
         SpeculativeGenerator.from_pretrained(demo_models()["dense"], draft=folder)

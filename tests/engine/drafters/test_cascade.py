@@ -43,7 +43,6 @@ class SometimesDrafter(ScriptedDrafter):
         self._turns = iter(turns)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose the whole limit or nothing."""
         speaks = next(self._turns, False)
         return super().propose(sequence, limit if speaks else 0, choose)
 
@@ -89,7 +88,7 @@ def test_the_first_draft_is_taken_and_only_its_drafter_hears_of_it() -> None:
 def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> None:
     """The model reads nothing while others draft, and errors then do not affect it."""
     model, small = build(name), build(name)
-    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)  # hooks
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)  # adds hooks
     text = plain_text(model)
     turns = [True, False, True, True, False, True, False, False, True, True]
     sequence = Sequence(list(PROMPT))

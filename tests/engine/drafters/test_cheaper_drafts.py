@@ -45,7 +45,7 @@ PROMPT, TOKENS = prompt_of(24), 14
 
 
 def same_text(folder: Path, **options: Any) -> SpeculativeGenerator:
-    """Assert that a draft does not change the text, and return its generator."""
+    """Assert that a draft changes neither text nor target; return its generator."""
     plain = SpeculativeGenerator.from_pretrained(folder)
     generator = SpeculativeGenerator.from_pretrained(folder, **options)
     for sampling in (GREEDY, SAMPLED):
@@ -155,7 +155,7 @@ def test_a_model_drafts_from_the_reduced_vocabulary_alone(
     for options in ({}, {"sampling": SAMPLED}):
         drafted = drafted_ids(generator, **options)
         assert drafted <= set(IDS)
-        assert max(drafted) > len(IDS)  # ids, and not places
+        assert max(drafted) > len(IDS)  # these are ids, not places in `IDS`
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """Contract of drafters: proposals depend on the committed tokens alone.
 
-Earlier rounds accept all, a part or nothing of a draft, fail before or after settling,
-or run without this drafter. Each draft is compared with the draft of a twin that gets
-only the tokens; see support/drafters. The test, not the target, chooses the tokens that
-are committed.
+After rounds of every kind, each draft is compared with that of a twin that gets only
+the tokens; see support/drafters. The test, not the target, chooses the committed
+tokens.
 """
 
 from collections.abc import Callable
@@ -48,8 +47,8 @@ PROMPT = 21  # more than a window of 16
 CORPUS = [*prompt_of(PROMPT), 1, 2, 3, *prompt_of(PROMPT)[5:]]
 LOOKUP = LookupDraft(corpus=[CORPUS])
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
-# For each round: the limit of the draft; and the number of accepted tokens, a failure
-# before or after settling, or "others": `limit` tokens of another drafter are accepted.
+# The limit of the draft, and what follows: so many tokens are accepted, the round
+# fails, or `limit` tokens of another drafter are accepted.
 Round = tuple[int, int | str]
 ROUNDS: list[Round] = [
     (3, 2),
@@ -69,14 +68,9 @@ ROUNDS: list[Round] = [
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A drafter, and its twin.
+    """A drafter on a target, and a twin that proposes from nothing but the tokens.
 
-    Attributes:
-        model: the target.
-        open: makes the drafter of a stream of the target.
-        twin: proposes from nothing but the tokens.
-        others: the drafter's models.
-        least: least number of proposed tokens in a test.
+    `others`: the drafter's models. `least`: the fewest tokens that a test must see.
     """
 
     model: nn.Module
@@ -217,14 +211,7 @@ QUICK = (
 
 
 def commit(lane: Lane, sequence: Sequence, fed: list[int], kept: list[int]) -> None:
-    """Let the target read the drafted tokens, and commit tokens.
-
-    Args:
-        lane: the target's lane, which has read all tokens but the last.
-        sequence: gets the committed tokens.
-        fed: the drafted tokens.
-        kept: the accepted ones, and the token after them.
-    """
+    """Let the target read the tokens `fed`, and commit the tokens `kept`."""
     with lane.begin() as lane_round:
         mx.eval(lane_round.forward(mx.array([sequence.tokens[-1], *fed])))
         lane_round.commit(len(kept))

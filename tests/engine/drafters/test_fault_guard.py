@@ -104,7 +104,7 @@ def draft_of(kind: str, sampling: Sampling) -> Any:
 
 @st.composite
 def raised_or_wrong(draw: st.DrawFn, kind: str) -> tuple[str, Faults]:
-    """Draw the faulty call, and return it with a context that makes the fault."""
+    """Draw a faulty call; return it with a context manager that makes the fault."""
     owner, nth = KINDS[kind], draw(st.integers(1, 7))
     if kind in ("model", "mtp") and draw(st.booleans()):
         return "propose", lambda model: nan_logits(model, nth)
@@ -195,7 +195,7 @@ def test_what_a_failed_drafter_did_is_undone(how: str) -> None:
 
 
 def build_of_llama(kind: str) -> nn.Module | None:
-    """Return the target if its rows are the same bit for bit at every width."""
+    """Return the target if its cache rows are equal bit for bit at every width."""
     return None if kind == "mtp" else target_of(kind)
 
 
@@ -282,7 +282,6 @@ class SwallowingDrafter(ScriptedDrafter):
     """Chooses with the request's options, and hides the errors of the choice."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose the known text."""
         try:
             choose(mx.zeros((1, 256)), sequence.rows())
         except Exception:
@@ -292,7 +291,7 @@ class SwallowingDrafter(ScriptedDrafter):
 
 @pytest.mark.parametrize("kind", ["model", "mtp", "swallowing"])
 def test_errors_of_the_requests_own_processors_go_up(kind: str) -> None:
-    """This holds also if a drafter hides them, or if only drafts raise them."""
+    """This holds also if a drafter hides the error, or if only drafts raise it."""
     calls = 0
 
     @pure
@@ -323,7 +322,6 @@ class BadChoiceDrafter(ScriptedDrafter):
         self._passed = (logits, ids)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Choose from it."""
         logits, ids = self._passed
         return Proposal.of([choose(logits, sequence.rows(), ids)])
 
@@ -355,8 +353,6 @@ def test_what_a_drafter_passes_to_choose_is_its_own_fault(
 def test_what_a_drafter_says_is_ahead_is_its_own_fault(
     ahead: Any, sampling: Sampling
 ) -> None:
-    """A number in the place of tokens is a fault, and does not end the text."""
-
     class Misplacing(ScriptedDrafter):
         def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
             return Proposal.of([choose(mx.zeros((1, 256)), sequence.rows(ahead))])
@@ -371,7 +367,7 @@ def test_what_a_drafter_says_is_ahead_is_its_own_fault(
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_drafters_nan_leaves_proper_probabilities(acceptance: Any) -> None:
-    """They decide the acceptance, so a NaN among them would change the text."""
+    """Probabilities decide the acceptance, so a NaN in them would change the text."""
     verifier = Verifier(Chooser(SAMPLED, 256), acceptance)
     choices = CheckedChoose(verifier)
     chosen = choices(mx.full((1, 256), mx.nan), Rows([1, 2]))
@@ -398,7 +394,6 @@ def test_under_other_rules_the_text_goes_on_too(acceptance: Any, nth: int) -> No
 
 
 def test_a_draft_of_another_width_is_still_refused_at_once() -> None:
-    """tests/engine/test_bad_input.py has other errors."""
     with pytest.raises(ValueError, match="100 token ids"):
         SpeculativeGenerator(
             target_of("model"), byte_tokenizer(), draft=build("llama", vocab=100)
@@ -493,7 +488,6 @@ class UndecidedDrafter(ScriptedDrafter):
     """Chooses from unusable logits, and proposes nothing."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Choose, and drop the choice."""
         choose(mx.full((1, 256), mx.nan), sequence.rows())
         return Proposal(mx.array([], mx.uint32))
 
@@ -515,7 +509,7 @@ def test_what_one_of_a_cascade_has_chosen_from_is_no_fault_of_the_next() -> None
 def test_a_draft_is_submitted_once_and_with_its_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In this way the device drafts while the target's graph is built."""
+    """The device then drafts while the host builds the target's graph."""
     submitted: list[int] = []
     submit: Any = mx.async_eval
 

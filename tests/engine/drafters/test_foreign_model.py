@@ -106,14 +106,13 @@ def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
 def test_the_target_under_other_ids_is_always_right(
     temperature: float, acceptance: Any
 ) -> None:
-    """The draft is the target with permuted ids and a vocabulary of bytes alone, so its
-    inputs and proposals have to be translated."""
+    """The draft is the target with other ids: inputs and proposals are translated."""
     draft_tokenizer = merging_tokenizer(3, 0)
     theirs, ours = TARGET.get_vocab(), draft_tokenizer.get_vocab()
     ids = [theirs[name] for name, _ in sorted(ours.items(), key=lambda pair: pair[1])]
     target = build("llama", vocab=600)
     draft = permuted(target, ids + list(range(256, 600)))
-    # Bytes alone: the draft has no token for the end.
+    # The draft's vocabulary has only bytes, and no token for the end.
     options: dict[str, Any] = {
         "max_tokens": 30,
         "constraint": allowed_tokens(range(256)),
@@ -246,7 +245,7 @@ def test_a_draft_without_rows_for_its_tokens_is_refused() -> None:
 
 
 def test_a_prefix_cache_keeps_the_target_alone() -> None:
-    """The content of the draft's lane has other ids, and is not kept."""
+    """The draft's lane holds other ids, and is not kept."""
     common = CommonTokens(TARGET, merging_tokenizer(2, 40))
     plain = SpeculativeGenerator(model("llama"), TARGET, draft=None)
     generator = SpeculativeGenerator(

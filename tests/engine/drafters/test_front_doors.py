@@ -1,11 +1,4 @@
-"""A string names the same kind of drafter in every interface.
-
-constructor    SpeculativeGenerator(model, tokenizer, draft=...)
-from_pretrained
-drop-in        stream_generate(model, tokenizer, prompt, draft_model=...)
-command line   the options of every command
-server         the generator that its engine's thread makes
-"""
+"""A string names the same kind of drafter in every interface, see `DOORS`."""
 
 from collections.abc import Callable
 from pathlib import Path

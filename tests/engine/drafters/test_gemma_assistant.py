@@ -70,7 +70,6 @@ def _sampling(temperature: float) -> Sampling:
 
 
 def draft_of(name: str, head: str = "dense", **options: Any) -> AssistantDraft:
-    """Return a random assistant for a target."""
     made = make(name, head)
     return AssistantDraft(made.target, made.assistant, **options)
 
@@ -86,7 +85,6 @@ def oracle(
 
 
 def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
-    """Return a generator on a target."""
     options.setdefault("draft_length", 3)
     return SpeculativeGenerator(
         make(name).target, byte_tokenizer(), draft=draft, **options
@@ -208,7 +206,7 @@ def test_long_prompts_are_fed_in_chunks_and_one_state_is_kept() -> None:
 
 
 def test_a_prompt_out_of_a_prefix_cache_is_read_as_it_lies() -> None:
-    """The rows in the cache are enough; only one state is needed."""
+    """An assistant reads the rows in the cache, and needs only one state."""
     text = text_of("shared")
     prefixes = PrefixCache(max_bytes=1 << 26, every=16)
     generator("shared", None, prefix_cache=prefixes).generate(text[:24], max_tokens=1)
@@ -234,7 +232,7 @@ CACHES: dict[str, Any] = {
 @pytest.mark.parametrize("kind", ["native", "whole"])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_passed_cache_is_read(kind: str, named: bool) -> None:
-    """If its token ids are not passed, its tokens are not in the sequence."""
+    """If `named`, the token ids of the passed cache are passed too."""
     name = "unshared"
     text = text_of(name)
     target = make(name).target
@@ -257,7 +255,6 @@ def test_a_passed_cache_is_read(kind: str, named: bool) -> None:
 
 
 def test_quantized_keys_are_read() -> None:
-    """The text is that of plain decoding with such a cache."""
     name = "quantizable"
     target = make(name).target
     tokens = prompt_of(PROMPT)
@@ -377,7 +374,6 @@ def test_a_failing_step_leaves_the_caches_and_the_text() -> None:
 
 
 def address(cache: Any) -> int:
-    """Return the address of a cache's keys."""
     mx.eval(cache.keys)
     where: int = np.asarray(cache.keys).ctypes.data
     return where
@@ -462,7 +458,7 @@ def demo() -> SpeculativeGenerator:
 
 
 def code(tokens: int) -> list[int]:
-    """Return the beginning of a bundled prompt, which was not in the training data."""
+    """Return the beginning of a bundled prompt that was not in the training data."""
     text = next(prompt.text for prompt in demo_prompts() if prompt.group == "code")
     ids: list[int] = demo().tokenizer.encode(text)[:tokens]
     return ids

@@ -35,21 +35,19 @@ CASES = [
     *((name, "specforge") for name in TARGETS),
     *(("llama", dialect) for dialect in HEADS if dialect != "specforge"),
 ]
-# Levels of all heads are compared with chains below; a target only sees the tokens.
+# A test below compares the levels of all heads with chains.
 QUICK = [*CASES[: len(TARGETS)], ("llama", "whole")]
 TARGETED = DraftedTargets(TOKENS, {"llama": 4})
 
 
 @cache
 def draft_of(dialect: str, name: str) -> EagleDraft:
-    """Return a random head of a dialect for a target."""
     with TemporaryDirectory() as folder:
         written = write_eagle(Path(folder), dialect, LAYERS.get(name, (0, 1, 3)))
         return EagleDraft.from_folder(written, TARGETED.target(name))
 
 
 def with_tree(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
-    """Return a generator whose head drafts trees."""
     options = {"draft_length": LEVELS, "draft_tree": NODES, **options}
     made: SpeculativeGenerator = TARGETED.generator(name, draft, **options)
     return made
@@ -78,10 +76,6 @@ class TreeOracle(OracleMtp):
 
     The position decides which of the two is likelier. Nodes that leave the text get
     other states, see `state_of`. The inputs of nodes are checked.
-
-    Args:
-        draft: the draft whose head it replaces.
-        text: prompt and continuation.
     """
 
     def __init__(self, draft: EagleDraft, text: list[int], **options: Any) -> None:
@@ -97,7 +91,7 @@ class TreeOracle(OracleMtp):
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Any, layer: int = 0
     ) -> HeadOutput:
-        """Run slots (a state and a token each), or nodes of a level at one position."""
+        """Run slots, or the nodes of a level at one position."""
         (view,) = caches
         if not isinstance(view, TreeView):
             return super().rows(hidden, tokens, caches, layer)
@@ -132,7 +126,7 @@ class TreeOracle(OracleMtp):
 
 
 def state_of(slot: int, follows: bool) -> float:
-    """Return the number in the state of a slot; see `OracleMtp`."""
+    """Return the number that a slot's state holds; see `OracleMtp`."""
     return 1000.0 + 4 * slot + (0 if follows else 2)
 
 

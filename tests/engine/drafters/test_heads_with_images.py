@@ -1,7 +1,6 @@
 """Heads that read the target's states, with images in the prompt.
 
-They read the states of all positions, images included, and embed the placeholder token
-at positions of an image. An oracle checks these inputs, and is right in every draft.
+At positions of an image a head embeds the placeholder token. An oracle checks this.
 """
 
 from dataclasses import replace
@@ -91,7 +90,6 @@ def _ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draft_of(kind: str, target: VisionTarget, folder: Path) -> Any:
-    """Return a random head for a target."""
     if kind == ASSISTANT:
         config = assistant_checkpoints.config_of("vision")
         assistant: Any = Assistant(read_assistant_settings(config))
@@ -117,7 +115,7 @@ def generate(
 
 
 def cases(kinds: tuple[str, ...], *quick: tuple[str, str]) -> list[Any]:
-    """Return pairs of a head and a family; pairs that are not named are slow."""
+    """Return pairs of a head and a family; all but the `quick` ones are slow."""
     slow = pytest.mark.slow
     pairs = [(kind, name) for kind in kinds for name in NAMES] + [(ASSISTANT, "gemma4")]
     return [one if one in quick else pytest.param(*one, marks=slow) for one in pairs]

@@ -34,7 +34,6 @@ EVERY = [3, *(pytest.param(every, marks=pytest.mark.slow) for every in (2, 5, 7)
 
 @cache
 def built(name: str) -> tuple[nn.Module, MtpHead]:
-    """Return a target and its head, with the family's convention."""
     _, target, head = make(name)
     its_family = family(LAYOUTS[name])
     chained = its_family.layers == "chained"
@@ -75,7 +74,6 @@ def oracle(name: str, text: list[int], **options: Any) -> tuple[MtpDraft, Oracle
 
 
 def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
-    """Return a generator on the target of a layout."""
     options.setdefault("draft_length", 3)
     return SpeculativeGenerator(
         built(name)[0], byte_tokenizer(), draft=draft, **options
@@ -119,7 +117,6 @@ def test_an_oracle_is_always_right(name: str, length: int, temperature: float) -
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", TARGETS)
 def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> None:
-    """The oracle is wrong at the chosen positions only."""
     text = text_of(name, 0.0)
     draft, _ = oracle(name, text, wrong=lambda position: position % every == 0)
     stream = generator(name, draft, draft_length=4).stream(
@@ -180,7 +177,7 @@ def test_the_first_token_does_not_wait_for_the_newest_chunk(
 
 @pytest.mark.parametrize("name", ["qwen3_5", "step3p5"])
 def test_what_is_out_of_a_prefix_cache_is_not_in_the_history(name: str) -> None:
-    """The head begins where the lane began to feed; the text does not change."""
+    """The head's history begins where the target began to read."""
     text = text_of(name, 0.0)
     prefixes = PrefixCache(max_bytes=1 << 26, every=16)
     plain = generator(name, None, prefix_cache=prefixes)
@@ -201,7 +198,7 @@ def test_history_rows_are_never_whole_rows() -> None:
     assert {how for how, *_ in knowing.calls} == {"step"}
     first, *others = knowing.calls
     assert first == ("step", 0, 0, PROMPT - 1)
-    # A step reads the tokens of a round and drafts a token; each other one is a step.
+    # A step reads the tokens of a round and drafts one; each further token is a step.
     counts = [count for _, _, _, count in others]
     assert set(counts) == {1, 4}
 

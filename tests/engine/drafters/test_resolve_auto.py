@@ -50,7 +50,6 @@ def said() -> Iterator[list[str]]:
 
 
 def pair(folder: Path, **fields: Any) -> None:
-    """Write speculation.json."""
     (folder / "speculation.json").write_text(json.dumps(fields), encoding="utf-8")
 
 

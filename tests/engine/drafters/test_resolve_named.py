@@ -38,8 +38,6 @@ def text(model: Any, tokenizer: Any, **options: Any) -> tuple[list[int], Any]:
 
 
 class Unfinished:
-    """A drafter without `settle` and `discard`."""
-
     def begin(self, sequence: Any) -> None: ...
 
     def propose(self, sequence: Any, limit: int, choose: Any) -> Any: ...
@@ -59,7 +57,6 @@ def test_what_is_no_drafter_is_refused_with_a_reason(draft: Any, words: str) -> 
 
 
 def source(name: Any, model: Any, tokenizer: Any) -> Draft:
-    """Return the draft of a name."""
     draft = resolve(name, TargetInfo(model, tokenizer, None, 255)).draft
     assert draft is not None
     return draft
@@ -67,7 +64,6 @@ def source(name: Any, model: Any, tokenizer: Any) -> Draft:
 
 @pytest.fixture(name="tiny", scope="module")
 def _tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a target, a draft model, and a head for the target."""
     made = tmp_path_factory.mktemp("tiny")
     write_tiny(made / "target", layers=4)
     write_tiny(made / "draft")

@@ -1,7 +1,6 @@
 """Heads draft the same after a prefix from a prefix cache as after reading the prefix.
 
-With a fixed draft length, a warm request (with a cached prefix) has the rounds of a
-cold one (without): proposals, accepted tokens and text are equal.
+A warm request (with a cached prefix) and a cold one have equal rounds.
 """
 
 from collections.abc import Callable
@@ -118,7 +117,6 @@ MIXED: dict[str, Callable[[], Made]] = {
 }
 
 
-# All other layouts of MTP heads.
 LAYOUTS_LEFT = sorted(
     LAYOUTS.keys()
     - {"deepseek_v3", "qwen3_5", "deepseek_v32", "exaone_moe", "mimo_v2_flash"}
@@ -148,7 +146,6 @@ def rounds_of(
     proposed: list[list[int]],
     **options: Any,
 ) -> dict[str, Any]:
-    """Return proposals and counts of a request, round by round."""
     proposed.clear()
     options = {"max_tokens": 8, "stop_tokens": (), **options}
     result = generator.generate(prompt, **options)
@@ -262,7 +259,7 @@ def test_what_a_closed_request_leaves_is_of_use(proposed: list[list[int]]) -> No
 def test_rows_of_a_head_go_with_those_of_its_target(
     kind: str, proposed: list[list[int]]
 ) -> None:
-    """Both are in the same nodes, and a node is evicted as a whole."""
+    """The rows of both are in the same nodes, and a node is evicted as a whole."""
     target, draft = KINDS[kind]()
     unlimited = PrefixCache(1 << 30)
 
@@ -389,7 +386,7 @@ DRAFTED: dict[str, Callable[[], Made]] = {
     "hybrid, mtp": KINDS["mtp, recurrent target"],
     "dense, eagle": KINDS["eagle"],
 }
-# Sampling in which a small draft model or head is accepted often enough.
+# At this temperature a draft of a random model is accepted often enough.
 HOT: dict[str, Any] = {
     "sampling": Sampling(temperature=3.0, seed=3),
     "max_tokens": 17,
@@ -422,7 +419,7 @@ def test_acceptance_of_warm_requests_is_that_of_cold_ones(
     target, draft = DRAFTED[kind]()
     prompts = [prompt_of(count) for count in (41, 26)]
     further = [[*prompt, *prompt_of(11)] for prompt in prompts]
-    # Known but for the last token, as `prompts` are the second time.
+    # The cache knows these but for the last token.
     nearly = [[*prompt, 7] for prompt in prompts]
 
     def counted(

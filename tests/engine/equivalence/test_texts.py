@@ -73,7 +73,7 @@ def test_the_deciding_row_is_the_one_that_chose(name: str) -> None:
 
 
 class RoundsByWidth(nn.Module):
-    """Slightly prefers token 1 to 2; in forwards of several tokens, token 2 to 1."""
+    """Slightly prefers token 1 to 2, but token 2 to 1 in forwards of several tokens."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

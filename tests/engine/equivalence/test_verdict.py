@@ -7,7 +7,7 @@ from mlx_speculation.engine.equivalence.verdict import judge, usual_tolerance
 
 
 def place(*rows: tuple[bool, float, float]) -> Place:
-    """Make a place from rows of (whether they differ, margin, difference)."""
+    """Make a place from (differs, margin, difference) of each row."""
     made = tuple(
         Row(index, 5, 6 if differs else 5, margin, difference)
         for index, (differs, margin, difference) in enumerate(rows)

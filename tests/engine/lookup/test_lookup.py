@@ -149,7 +149,6 @@ def test_a_generator_looks_up_where_it_is_asked_to() -> None:
 
 
 def test_a_lookup_needs_no_folder(tmp_path: Path) -> None:
-    """A folder named "lookup" is not read."""
     tiny = TINY_MODELS["llama"]
     save_model(tmp_path, build("llama"))
     save_config({**tiny.args, "model_type": tiny.module}, tmp_path / "config.json")

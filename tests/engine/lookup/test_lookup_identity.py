@@ -35,7 +35,6 @@ KINDS = ("text", "corpus", "cascade")
 
 @cache
 def known(name: str, sampled: bool) -> tuple[nn.Module, list[int]]:
-    """Return a model and its plain text."""
     model = build(name)
     plain = SpeculativeGenerator(model, byte_tokenizer())
     sampling = SAMPLED if sampled else GREEDY
@@ -49,10 +48,7 @@ def nearly(text: list[int], seed: int, wrong: float = 0.1) -> list[int]:
 
 
 def drafts_of(kind: str, text: list[int]) -> LookupDraft | CascadeDraft:
-    """Return a draft that finds parts of the text.
-
-    Its corpus lacks the prompt, so the first round finds nothing.
-    """
+    """Return a draft that finds parts of the text; its corpus lacks the prompt."""
     corpus = [nearly(text, seed) for seed in range(2)]
     if kind == "text":
         return LookupDraft()
@@ -181,7 +177,7 @@ def test_a_cascade_works_with_prompt_and_prefix_caches() -> None:
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_seed_repeats_its_text_whatever_came_before(acceptance: Acceptance) -> None:
-    """Earlier answers must not move the starts of rounds: the noise depends on them."""
+    """The noise depends on where rounds start. Earlier answers must not move that."""
     generator = SpeculativeGenerator(
         build("llama"),
         byte_tokenizer(),

@@ -174,7 +174,7 @@ def test_survival_is_learnt_from_proposals_that_were_not_drafted() -> None:
 
 
 def test_lookups_of_several_threads_share_indexes_that_stay_right() -> None:
-    """Two threads that index one history at once do not break its automaton."""
+    """Threads that index one history at once do not break its automaton."""
     shared, errors = SharedPlaces(history=20_000), list[BaseException]()
     interval = sys.getswitchinterval()
 
