@@ -170,7 +170,7 @@ def test_a_folder_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["path_or_repo", "draft", "adapter_path"])
 def test_a_name_that_cannot_be_looked_at_is_refused(option: str) -> None:
-    """An example is a prompt in place of a path."""
+    """For example, a prompt was passed in place of a path."""
     draft = demo_models()["draft"]
     options: dict[str, Any] = {"path_or_repo": draft, option: "x" * 5000}
     with pytest.raises(ModelFolderError, match=r"x \.\.\.' cannot be accessed: File"):

@@ -39,10 +39,7 @@ def rows(caches: list[Any]) -> Any:
 
 
 def test_a_drafts_own_chunks_hold_what_was_kept_of_several_forwards() -> None:
-    """Each drafted token takes a forward, and each forward drops a row of a full chunk.
-
-    A fault would not change the text, since the target chooses the emitted tokens.
-    """
+    """Each drafted token takes a forward, and a forward drops a row of a full chunk."""
     target, draft = (build_tiny(RARER["llama4"], seed=seed) for seed in (0, 1))
     generator = SpeculativeGenerator(target, byte_tokenizer(), draft=draft)
     caches, prompt = make_prompt_cache(draft), prompt_of(40)
@@ -65,7 +62,7 @@ def test_a_drafts_own_chunks_hold_what_was_kept_of_several_forwards() -> None:
 def test_a_callers_caches_hold_what_plain_decoding_leaves_in_them(
     kind: str, right: float
 ) -> None:
-    """The heads of 32 numbers are the smallest that can be quantized."""
+    """Heads of 32 numbers are the smallest that can be quantized."""
     tiny = TINY_MODELS["llama"]
     model = build_tiny(replace(tiny, args={**tiny.args, "head_dim": 32}))
     prompt, native = prompt_of(13), [KINDS[kind]() for _ in model.layers]

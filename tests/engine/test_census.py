@@ -1,7 +1,4 @@
-"""Every architecture of mlx-lm is as the census table says.
-
-test_text_is_unchanged.py has their texts with drafts.
-"""
+"""Every architecture of mlx-lm is as the census table says."""
 
 import contextlib
 import io

@@ -55,7 +55,7 @@ PERSON: Schema = {
 
 @cache
 def model(name: str, seed: int = 0, vocab: int = 260) -> nn.Module:
-    """Return a model with columns past the tokenizer's 257 ids."""
+    """Return a model whose logits have more columns than the tokenizer has ids, 257."""
     return build(name, seed=seed, vocab=vocab)
 
 
@@ -114,7 +114,7 @@ def test_the_draft_cannot_change_the_text_and_the_text_fits(
 
 
 def test_a_demo_model_writes_json_that_fits() -> None:
-    """Its tokens are several characters long."""
+    """The demo model's tokens are several characters long."""
     paths = demo_models()
     generator = SpeculativeGenerator.from_pretrained(
         paths["dense"], draft=paths["draft"], acceptance="block"
@@ -236,7 +236,7 @@ def test_after_a_stop_token_no_next_token_is_known(length: int) -> None:
 def test_a_text_that_is_stuck_fails_after_the_same_tokens(
     length: int, right: float | None
 ) -> None:
-    """Id 258 has a column in the logits, and the tokenizer has no token for it."""
+    """Id 258 has a column in the logits, but the tokenizer has no token for it."""
     table = {0: {1: 1}, 1: {2: 2}, 2: {3: 3}, 3: {258: 4}}
     constraint = TokenAutomaton(table, accepting={4})
     draft: Any = model("llama", seed=1)
@@ -286,7 +286,6 @@ class BrokenError(Exception):
 def test_an_error_of_a_constraint_rolls_the_round_back(
     length: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is raised at the first, second or fifth call after the first token."""
     original = getattr(AutomatonState, method)
     left = 0
 
@@ -353,7 +352,6 @@ class FewIds:
         """Nothing to begin."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose by logits that do not depend on the text."""
         ids = None if self._ids is None else mx.array(self._ids, dtype=mx.uint32)
         chosen: list[Any] = []
         for index in range(limit):
@@ -387,10 +385,7 @@ class FewIds:
 def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
     acceptance: Any, columns: int, ids: list[int] | None
 ) -> None:
-    """Drawn probabilities sum to 1, also if none of a drafter's ids is allowed.
-
-    Block verification reads the probabilities after the token that it judges.
-    """
+    """Drawn probabilities sum to 1, also if none of a drafter's ids is allowed."""
     allowed = [*range(30, 80)]
     options: dict[str, Any] = {
         "constraint": allowed_tokens(allowed),

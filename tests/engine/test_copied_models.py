@@ -32,8 +32,7 @@ REST = {
     for name, row in census.BUILT.items()
     if row.tiny is None and row.unequal is None and name not in RECURRENT
 }
-# tests/models/test_instance_copies.py checks the hooks of each mixer. Here a stream is
-# open too, which is the same for all models, so few of them are quick.
+# Few are quick: tests/models/test_instance_copies.py checks the hooks of each mixer.
 QUICK = (
     *("llama", "qwen3_5", "mamba", "recurrent_gemma", "rwkv7", "gemma3_text"),
     *("bailing_moe_v3", "plamo2"),

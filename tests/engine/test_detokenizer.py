@@ -240,7 +240,7 @@ def test_a_tokenizer_that_cleans_in_vain_logs_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["bytes", "llama", "gemma"])
 def test_a_continuation_begins_with_its_space(name: str) -> None:
-    """A constraint forces the tokens, which a draft model drafts in part."""
+    """A constraint forces the tokens, and a draft model drafts some of them."""
     tokenizer: Any = {"bytes": TOKENIZER, "llama": LLAMA, "gemma": GEMMA}[name]
     if name == "bytes":
         tokens = TOKENIZER.encode("  Paris. 日'")

@@ -71,7 +71,7 @@ def test_recurrent_slots_count_with_what_stands_beside_them() -> None:
 
 
 def test_a_round_holds_what_it_undoes() -> None:
-    """It holds nothing for plain rows, the old rows of a ring, and the new state."""
+    """A round holds a ring's old rows and a new state, and nothing for plain rows."""
 
     def held_in_a_round(cache: Any, rows: int) -> int:
         with Speculation([cache]) as speculation:
@@ -122,7 +122,7 @@ def kv_shape(model: Any) -> tuple[int, int]:
 
 
 def test_weights_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a batch rows end often, and listing 8 B parameters takes 4 ms."""
+    """In a batch rows end often, and listing the weights of an 8B model takes 4 ms."""
     made = generator("llama", build("llama", seed=7), draft_length=2)
     first = made.generate(PROMPT, max_tokens=8).memory
     looks: list[Any] = []
@@ -147,7 +147,7 @@ def test_a_draft_weighs_what_it_has_beside_the_target() -> None:
 
 
 def test_rounds_of_recurrent_layers_hold_states_and_inputs() -> None:
-    """Rounds with drafts hold inputs too, wide ones more; a prompt holds no inputs."""
+    """Rounds with drafts also hold inputs, more for wide rounds; prompts hold none."""
     model = build("qwen3_5")
     round_bytes = {}
     for length in (0, 1, 4):

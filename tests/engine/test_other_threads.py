@@ -1,6 +1,6 @@
 """A generator that is made in one thread writes the same text in another.
 
-mlx computes an array in the thread that made it, and refuses to in another one.
+mlx refuses to compute an array in another thread than the one that made it.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -85,7 +85,6 @@ def with_eagle() -> tuple[nn.Module, dict[str, Any]]:
     return model, {"draft": eagle_on(model)}
 
 
-# By the kind of draft: a function that makes a target and options of a generator.
 DRAFTS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "model": lambda: (build("llama"), {"draft": census.build("gemma3n", seed=1)}),
     "few ids": lambda: (build("llama"), reduced(census.build("nanochat", seed=1))),

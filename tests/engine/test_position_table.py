@@ -1,7 +1,6 @@
 """Texts end at the end of the table of learned positions, if a model has one.
 
-The memory after the tables of these models holds NaN, so that a look-up there raises
-NonFiniteLogitsError. The models also record every position that is looked up.
+A look-up after the table finds NaN, and so raises NonFiniteLogitsError.
 """
 
 import warnings
@@ -58,12 +57,10 @@ pytestmark = pytest.mark.filterwarnings(
 
 @cache
 def model_of(name: str, positions: int = POSITIONS) -> nn.Module:
-    """Return a target, the same one for the same arguments."""
     return with_table(name, positions)
 
 
 def draft_of(kind: str, model: nn.Module, text: SequenceOf[int], shorter: int) -> Any:
-    """Return a draft of a kind, or None."""
     drafts: dict[str, Any] = {
         "none": lambda: None,
         "right": lambda: model,

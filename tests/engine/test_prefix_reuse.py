@@ -29,7 +29,6 @@ EVERY = 8
 
 @cache
 def models(name: str) -> tuple[nn.Module, nn.Module]:
-    """Return a target, and a model with other weights as its draft."""
     return build(name), build(name, seed=1)
 
 
@@ -135,7 +134,6 @@ def test_a_resumed_chat_reads_few_tokens_again(name: str, draft: bool) -> None:
 
 @pytest.mark.parametrize("start", [0, 9])
 def test_a_request_with_quantized_caches_passes_it_by(start: int) -> None:
-    """A second request with the same prompt takes no rows of the first."""
     tiny = TINY_MODELS["llama"]
     model = build_tiny(replace(tiny, args={**tiny.args, "head_dim": 32}))
     eight_bits = KVQuantization(bits=8, group_size=32, start=start)
@@ -175,7 +173,7 @@ def test_a_stream_that_is_dropped_leaves_what_it_committed(
 
 
 def test_a_stream_that_is_dropped_in_another_thread_leaves_nothing() -> None:
-    """Its arrays may depend on mlx streams that the other thread does not have."""
+    """The stream's arrays may depend on mlx streams that the other thread lacks."""
     prefixes = PrefixCache(1 << 30, every=EVERY)
     streams = [generator("qwen3_5", False, prefixes).stream(BLOCKS[0], max_tokens=9)]
     next(streams[0])

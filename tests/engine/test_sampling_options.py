@@ -1,8 +1,6 @@
 """The same seed gives the same text with every sampling option and every drafter.
 
-Hypothesis draws the options, the drafter and its draft length. The text has to be that
-of plain decoding, with the same calls and final states of the user's processors and, up
-to rounding, the same log-probabilities.
+Log-probabilities, and calls and states of processors, are also as in plain decoding.
 """
 
 from collections.abc import Callable
@@ -57,8 +55,6 @@ class Counting:
 
 
 class Forkable(Counting):
-    """A counting processor whose state, its record, can be restored."""
-
     def copy_state(self) -> Any:
         return list(self.calls)
 
@@ -120,7 +116,6 @@ def generate(
     users: list[Any],
     **more: Any,
 ) -> Result:
-    """Generate with drafts of one length, or of lengths from a list."""
     generator = SpeculativeGenerator(model_of(0), letter_tokenizer(VOCAB), draft=draft)
     return generator.generate(
         PROMPT,
@@ -167,7 +162,7 @@ def check(
 
 
 def test_a_draft_after_the_end_of_a_text_leaves_no_call() -> None:
-    """The draft was verified behind a step in flight, whose token ends the text."""
+    """A draft is verified behind a step in flight whose token ends the text."""
     check({"temperature": 0.0, "seed": 0}, "lookup", 1, ["forkable"], {1})
 
 
@@ -295,8 +290,6 @@ def test_other_rules_repeat_their_text_and_end_like_it(
 
 
 class FailsOnce(Counting):
-    """Raises at one call, once."""
-
     def __init__(self, call: int) -> None:
         super().__init__()
         self._call: int | None = call

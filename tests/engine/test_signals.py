@@ -1,10 +1,8 @@
 """Ctrl-C at any moment of a stream or batch neither loses nor repeats a token.
 
-A timer's signal is raised at random moments, and once at each of many opcodes. It
-raises only while a call of this package is on the stack: a library cannot know what the
-caller's frame loses between two bytecodes. It does not raise in finalizers, weak
-references and callbacks of the garbage collector, where Python drops exceptions;
-tests/test_deferred_signals.py is about these.
+A timer's signal raises only inside calls of this package, since a library cannot know
+what its caller's frame loses. It does not raise where Python drops exceptions;
+tests/test_deferred_signals.py is about these places.
 """
 
 import gc
@@ -95,7 +93,7 @@ def interruptions() -> Iterator[Interruptions]:
 
 
 def signal_at_opcode(number: int) -> AbstractContextManager[list[int]]:
-    """Raise the timer's signal at that opcode of this package's frames."""
+    """Raise the timer's signal at opcode `number` of this package's frames."""
     # These two make no call before finalize() is ready, so they handle no signal.
     skip = (Stream.__del__.__code__, finalize.__code__)
     return at_opcode(
@@ -205,7 +203,6 @@ def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
 def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
     kind: str, many: int
 ) -> None:
-    """Yielded tokens, reported tokens and cache contents agree."""
     made, prompt = bench("llama"), prompt_of(17)
     generator, hits = made.generator(kind), 0
     options: dict[str, Any] = {"max_tokens": TOKENS, "stop_tokens": ()}
@@ -218,7 +215,7 @@ def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
             tokens.append(next(stream).token)
         return stream, tokens
 
-    next(started(make_prompt_cache(made.model))[0])  # what is done once
+    next(started(make_prompt_cache(made.model))[0])  # what happens only once
     stream, _ = started(make_prompt_cache(made.model))
     with signal_at_opcode(0) as left:
         next(stream)
@@ -253,7 +250,7 @@ def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
 def test_a_signal_at_any_time_of_a_stream_closes_it(
     name: str, sampling: Sampling
 ) -> None:
-    """The yielded tokens are its result, and the caches can continue after them."""
+    """The yielded tokens are the result, and the caches can continue after them."""
     made, dice, hits = bench(name), random.Random(name), 0
     prompt, case = prompt_of(17), Case(17, sampling, TOKENS)
     for kind in KINDS:
@@ -298,7 +295,7 @@ def test_a_signal_at_any_time_of_a_stream_closes_it(
 
 
 def test_a_signal_while_a_stream_is_dropped_is_raised_after_it() -> None:
-    """This holds at any opcode; committed rows still go to the prefix cache."""
+    """Committed rows still go to the prefix cache."""
     made = bench("llama")
 
     def drop(opcode: int) -> int:
@@ -318,7 +315,7 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it() -> None:
 
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        drop(0)  # what is done once
+        drop(0)  # what happens only once
         count, raised = -drop(0), 0
         assert count > 100
         for opcode in range(1, count, -(-count // 12)):
@@ -333,7 +330,7 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it() -> None:
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_an_error_that_a_handler_raises_ends_no_row(joined: bool) -> None:
-    """An example is a caller's time limit; the drafter is not blamed either."""
+    """For example, a caller's time limit is over; the drafter is not blamed."""
     made, case = bench("llama"), Case(40, Sampling(), 9, prefill_step=12)
 
     def late(number: int, frame: FrameType | None) -> None:

@@ -33,8 +33,8 @@ from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# One for each kind of cache and mixture of kinds. With this mlx all have the same bits
-# at every width, but gemma3_text and recurrent_gemma: of these, tokens are compared.
+# One for each kind of cache and mixture of kinds. All but gemma3_text and
+# recurrent_gemma have the same bits at every width.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma", "lfm2")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 PROBE = mx.array([[1, 2, 3]])
@@ -43,7 +43,6 @@ SAMPLED = Sampling(temperature=0.8, seed=4)
 
 @cache
 def known(name: str) -> tuple[nn.Module, Any, list[int]]:
-    """Return a model, its plain generator and the text of 60 tokens."""
     model = build(name)
     plain = SpeculativeGenerator(model, byte_tokenizer())
     text = plain.generate(PROMPT, max_tokens=60, sampling=SAMPLED).tokens
@@ -349,8 +348,7 @@ def test_chunks_are_those_of_the_device_or_as_asked(
 def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
     """Assert that the caches continue like caches that were fed the tokens.
 
-    If the rows of a family depend on the width in their last bits, the tolerance is
-    twice the largest difference between twins fed at once, one by one and in twos.
+    Tolerance: twice the largest difference between twins fed in different widths.
     """
     model = known(name)[0]
     offsets, expected = _fed(name, tuple(tokens))

@@ -1,14 +1,11 @@
 """The distribution of texts of whole generations, by counting.
 
-Target and draft have four token ids, and a draft has three tokens, so that a rejection,
-a residual draw, a bonus and the next round fall into the first three emitted tokens.
-Their joint distribution is computed from the target alone. Each generation has its own
-seed.
+A draft has three tokens, so a rejection, a residual draw, a bonus and the next round
+fall into the first three emitted tokens. Their joint distribution is computed from the
+target alone.
 
-The number of texts is from a table for 64 outcomes at alpha 1e-4 and power .99: 10,009
-find a total variation of 0.05, and 156 find 0.4 (the number falls with the square of
-the variation). Texts expected less than five times count as one outcome. The controls
-have larger variations.
+For 64 outcomes at alpha 1e-4 and power .99, 10,009 texts find a total variation of
+0.05, and 156 find 0.4. The controls have larger variations.
 """
 
 import warnings
@@ -143,7 +140,7 @@ def count(
 def excess(counts: NDArray[np.int64], options: dict[str, Any]) -> float:
     """Return chi-square over its bound at alpha 1e-4, as Wilson and Hilferty do.
 
-    Asserts that no text of probability 0 was counted.
+    Texts expected less than five times count as one outcome.
     """
     probs = distribution(**options)
     assert counts[probs == 0].sum() == 0
@@ -226,20 +223,18 @@ def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
 
 
 class AdversaryDraft(Draft):
-    """A draft model; its drafters forecast by a hash, or cut drafts by drawn tokens."""
+    """A draft model that forecasts by a hash; `looks`: drawn tokens cut its drafts."""
 
     def __init__(self, *, looks: bool) -> None:
         self.inner, self.looks = ModelDraft(model(3)), looks
 
     @property
     def models(self) -> SequenceOf[nn.Module]:
-        """The draft model."""
         return self.inner.models
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> "Adversary":
-        """Return the drafter of one stream."""
         return Adversary(self.inner.open(lane, sequence, draft_cache), self.looks)
 
 
@@ -249,12 +244,10 @@ class Adversary(WrappedDrafter):
         self.looks = looks
 
     def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float]:
-        """Return a forecast from a hash of the known tokens."""
         said = zlib.crc32(repr(sequence.tokens).encode())
         return [(said >> n) % 7 / 7 for n in range(limit)]
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Draft with the model; if it looks, cut before the first odd token."""
         proposal: Proposal = self.inner.propose(sequence, limit, choose)
         if not self.looks:
             return proposal
@@ -270,10 +263,9 @@ class Adversary(WrappedDrafter):
 def test_all_but_drawn_tokens_may_choose_source_and_length(
     acceptance: Acceptance, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A choice may depend on known tokens, earlier rounds and proposals of lookups.
+    """A hash of known tokens, earlier rounds and proposals of lookups may choose.
 
-    A hash of these chooses. As a control, a drafter that looks at its drawn tokens is
-    found with the same number of texts.
+    As a control, the same number of texts finds a drafter that looks at drawn tokens.
     """
     rounds: list[int] = []
 

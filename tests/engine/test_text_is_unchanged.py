@@ -1,10 +1,7 @@
 """The text is that of plain decoding, for every architecture, cache and draft.
 
-The grid has the tiny models with the usual kinds of cache (keys, windows, states,
-mixtures of these), models with rarer kinds (chunks, compressed groups, several caches
-in a layer), and every other architecture of mlx-lm. A scripted drafter proposes drafts
-that are right, partly right, wrong or empty; each has to be accepted as far as it is
-right.
+A scripted drafter proposes drafts that are right, partly right, wrong or empty. Each
+has to be accepted as far as it is right.
 """
 
 from collections.abc import Callable
@@ -43,12 +40,8 @@ PROMPTS = {6: 4, 17: 3, 40: 5}  # tokens: draft length
 class Case:
     """One model of the grid.
 
-    Attributes:
-        build: builds the model.
-        bitwise: whether near-ties are forbidden.
-        tokens: number of tokens to generate.
-        passed: whether the caller passes caches, which are mlx-lm's.
-        run_again: whether some layers run again over a part of a round.
+    `bitwise`: near-ties are forbidden. `passed`: the caller passes mlx-lm's caches.
+    `run_again`: some layers run again over a part of a round.
     """
 
     build: Callable[[], nn.Module]
@@ -116,7 +109,7 @@ def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
     ("name", "chosen"), covering(MODELS, SAMPLINGS, quick=(0, FOR_THEMSELVES))
 )
 def test_a_model_that_drafts_for_itself_is_always_right(name: str, chosen: str) -> None:
-    """Two sets of its caches are written and rolled back in the same rounds."""
+    """Two sets of the model's caches are written and rolled back in the same rounds."""
     case = MODELS[name]
     seen = check_identity(
         case.build(),

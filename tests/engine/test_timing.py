@@ -1,9 +1,7 @@
 """Timing of rounds: all time is counted, each part in its place.
 
-Other programs may delay a round anywhere. So a sleep is also timed separately, and the
-part of the round that contains it has to take at least as long. Parts that are slow on
-the device are compared by their lower quartile over the rounds, since other programs
-can only add time.
+Other programs may delay a round anywhere. So a part with a sleep takes at least as long
+as the sleep, and device times are compared by their lower quartile.
 """
 
 import time
@@ -115,7 +113,7 @@ class Nap:
 def test_the_search_for_forced_tokens_is_counted(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for the step in flight."""
+    """The search waits for the step in flight."""
     made, nap, planned = generator(build("llama", seed=7)), Nap(), list[float]()
     forced, start = forced_drafts, RoundClock.start
 
@@ -143,8 +141,6 @@ def test_the_search_for_forced_tokens_is_counted(
 
 
 class Sleepy(ScriptedDrafter):
-    """A drafter that sleeps in each call."""
-
     def __init__(self, script: list[int], nap: Nap) -> None:
         super().__init__(script, 1.0)
         self.nap = nap
@@ -180,8 +176,6 @@ class SlowLogits(nn.Module):
 
 
 class NotedRounds(FixedDraftLength):
-    """Keeps the parts of each round."""
-
     def __init__(self, length: int) -> None:
         super().__init__(length)
         self.rounds: list[RoundSeconds] = []
@@ -253,7 +247,7 @@ def test_a_draft_models_work_is_the_drafts() -> None:
 
 
 def test_a_constraint_moves_no_step_to_the_host() -> None:
-    """Its masks wait for the tokens of a step while the next step is built."""
+    """The constraint's masks wait for a step's tokens while the next step is built."""
     model = SlowLogits(build("llama"))
     plain = SpeculativeGenerator(model, byte_tokenizer())
     noted = NotedRounds(0)
@@ -270,8 +264,6 @@ def test_a_failed_round_takes_no_time() -> None:
     made = generator(build("llama", seed=7))
 
     class Failing:
-        """Fails in its third call."""
-
         calls = 0
 
         def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:

@@ -24,7 +24,6 @@ TOKENS = 18
 
 @cache
 def known() -> tuple[nn.Module, list[int]]:
-    """Return a model and its plain text."""
     model = build("llama")
     plain = SpeculativeGenerator(model, byte_tokenizer())
     result = plain.generate(PROMPT, max_tokens=TOKENS, sampling=SAMPLED, stop_tokens=())
@@ -46,7 +45,7 @@ class Noted(ScriptedDrafter):
 
 
 def opaque(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Processor; unless it is marked `pure`, rows are decided in order."""
+    """A processor; unless it is marked `pure`, rows are decided in order."""
     return logits
 
 

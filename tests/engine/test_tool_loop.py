@@ -1,9 +1,7 @@
 """A session of an agent reads its context once; tokens that are read again are counted.
 
-A session begins with 8,000 tokens (quick: 500), then has 20 turns (quick: 4): an
-answer, its end, the result of a tool, and the opening of the next answer. As with chat
-templates, a later prompt lacks the last tokens of the opening of an earlier answer, so
-each answer is read once more.
+As with chat templates, a later prompt lacks the last tokens of an earlier answer's
+opening. So each answer is read once more.
 """
 
 from collections.abc import Callable
@@ -56,8 +54,6 @@ def noise(seed: int, count: int) -> list[int]:
 
 
 class Session:
-    """One agent: its history, and the tokens that were read again."""
-
     def __init__(self, head: list[int], seed: int) -> None:
         self.history, self.seed = [*head, *noise(seed, 40), END], seed
         self.turns = self.prompts = 0
@@ -81,7 +77,6 @@ def streams(generator: SpeculativeGenerator) -> Run:
 
 
 def batches(generator: SpeculativeGenerator) -> Run:
-    """Return a function that runs a request as a row of a running batch."""
     batch = BatchGenerator(generator)
 
     def run(prompt: list[int]) -> Any:

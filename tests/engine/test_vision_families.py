@@ -79,7 +79,7 @@ def test_text_is_that_of_mlx_vlm_under_every_draft(name: str, images: str) -> No
 
 @pytest.mark.parametrize("first", others_slow(range(0, len(OTHERS), 6), (0, 18, 36)))
 def test_a_few_words_of_other_families_are_those_of_mlx_vlm(first: int) -> None:
-    """Their full grid is slow, so each has one prompt and one drafter here."""
+    """The full grid of these is slow, so each has one prompt and one drafter here."""
     for name in OTHERS[first : first + 6]:
         model, prompt = target(name), prompt_of(name, most(name))
         expected = their_text(model, prompt, 6)
@@ -90,10 +90,7 @@ def test_a_few_words_of_other_families_are_those_of_mlx_vlm(first: int) -> None:
 
 @pytest.mark.parametrize("name", others_slow(FAMILIES, IN_TURNS))
 def test_requests_in_turns_write_what_each_does_alone(name: str) -> None:
-    """mlx-vlm keeps the positions of the last request on the model.
-
-    Each text equals mlx-vlm's: without images, with one and with two.
-    """
+    """mlx-vlm keeps the positions of the last request on the model."""
     prompts = [
         prompt_with(name, ONE),
         prompt_with(name, most(name), seed=1),

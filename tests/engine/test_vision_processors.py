@@ -1,7 +1,4 @@
-"""Prompts from processors of mlx-vlm, for families without a folder in the tests.
-
-Each processor is small, with a byte tokenizer, and made as from the family's files.
-"""
+"""Prompts from processors of mlx-vlm, for families without a folder in the tests."""
 
 import io
 from collections.abc import Callable
@@ -176,8 +173,7 @@ def granite(name: str, kind: str, **more: Any) -> tuple[Any, str]:
     return made, "<image>"
 
 
-# By family: a function that makes a processor and the marker of an image, and the
-# largest number of images in a prompt.
+# By family: a maker of processor and image marker; the most images in a prompt.
 MADE: dict[str, tuple[Callable[[], tuple[Any, str]], int]] = {
     "minicpmv4_6": (minicpm, 2),
     "molmo": (molmo, 1),

@@ -65,10 +65,7 @@ def target(name: str) -> VisionTarget:
 
 
 def stepped(name: str, prompt: ImagePrompt, start: int, bits: int) -> list[int]:
-    """Decode greedily, one token per forward, quantizing as mlx-lm does.
-
-    The chunk of a prompt in which the caches reach `start` rows is fed whole.
-    """
+    """Decode greedily, one token per forward, quantizing as mlx-lm does."""
     model, caches = target(name), target(name).make_cache()
     run = ImageForward(model, prompt)
     ids, at = prompt.input_ids, 0

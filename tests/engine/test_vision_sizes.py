@@ -1,7 +1,6 @@
 """Texts after images of every size equal mlx-vlm's, with every kind of draft.
 
-A folder has the model and the files of the family's processor, and mlx-vlm prepares the
-prompt itself. Families without a processor are only in test_vision_families.
+mlx-vlm prepares its prompt itself, with the family's processor from a folder.
 """
 
 import atexit
@@ -52,7 +51,7 @@ TOKENS = 12
 GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11)
 # One for each treatment of sizes: a list of tensors, tiles, padding to the largest
 QUICK = ("gemma4", "smolvlm", "pixtral")
-# Their processors in mlx-vlm save nothing, or files that they cannot load
+# Families whose processors in mlx-vlm save nothing, or files that they cannot load
 UNSAVED = {
     *("internvl_chat", "internvl", "llava_onevision"),
     *("muse_glimmer", "glm_ocr", "mage_vl"),
@@ -74,7 +73,6 @@ BOTH_WAYS = "gemma4, both ways"
 
 @cache
 def loaded(name: str) -> tuple[Any, Any]:
-    """Return a target and its tokenizer, from a folder."""
     if name == BOTH_WAYS:
         more = {"use_bidirectional_attention": "vision"}
         folder = vision_folder(folders() / "both", "gemma4", **more)
@@ -99,7 +97,6 @@ def user_turn(text: str, images: int) -> dict[str, Any]:
 
 
 def prompt_of(name: str, messages: Messages, images: list[bytes]) -> ImagePrompt:
-    """Return the prompt of a chat."""
     result: ImagePrompt = loaded(name)[0].image_prompt(messages, images)
     return result
 
@@ -148,7 +145,6 @@ def theirs(name: str, text: str, images: list[bytes]) -> list[int]:
     ],
 )
 def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
-    """This holds for right, wrong and random drafts, greedy and sampled."""
     images = pictures(name, size)
     prompt = prompt_of(name, [user_turn("What is it?", len(images))], images)
     plain = tokens(name, prompt)

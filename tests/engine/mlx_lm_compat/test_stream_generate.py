@@ -62,7 +62,6 @@ TOKENS = 24
 
 @cache
 def known(name: str) -> tuple[nn.Module, list[int]]:
-    """Return a model and its greedy text."""
     model = build(name)
     return model, plain_text(model, PROMPT, TOKENS + 16)
 
@@ -137,7 +136,7 @@ def test_the_first_space_is_dropped_as_in_mlx_lm_and_here_alone() -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, "lfm2"])
 def test_a_stream_closed_early_leaves_the_yielded_tokens(name: str) -> None:
-    """A round is committed before its tokens are yielded; a close undoes the rest."""
+    """A close undoes the tokens of a committed round that were not yielded."""
     model, text = known(name)
     right, bitwise = ScriptedDrafter(PROMPT + text, 1.0), TINY_MODELS[name].bitwise
     for limit, counts in ((TOKENS, (1, 5, 6)), (7, (6, 7))):
@@ -146,7 +145,7 @@ def test_a_stream_closed_early_leaves_the_yielded_tokens(name: str) -> None:
 
 
 def test_limited_caches_equal_those_of_mlx_lm_long_after_they_have_wrapped() -> None:
-    """qwen3 has no make_cache, so it gets rings, which keep the first four tokens."""
+    """qwen3 has no make_cache, so it gets rings that keep the first four tokens."""
     model, _ = known("qwen3")
     for size, length in ((8, 1), (16, 4), (40, 6)):
         options: dict[str, Any] = {"max_tokens": 40, "max_kv_size": size}
@@ -242,7 +241,7 @@ def with_wide_heads(name: str) -> tuple[nn.Module, list[int]]:
 
 
 class Quantizing(Lane):
-    """A lane whose caches are quantized as those of the text were."""
+    """A lane that quantizes its caches from `start` on."""
 
     def __init__(self, model: nn.Module, start: int, bits: int) -> None:
         super().__init__(model)
@@ -360,7 +359,7 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
 def test_caches_go_round_through_mlx_lms_files(
     name: str, bits: int | None, tmp_path: Path
 ) -> None:
-    """Turns are ours and mlx-lm's, with a file between; one turn starts to quantize."""
+    """Our turns and mlx-lm's alternate, with a file between; one starts to quantize."""
     model, text = with_wide_heads(name)
     tokenizer = byte_tokenizer()
     file = str(tmp_path / "caches.safetensors")
@@ -518,7 +517,7 @@ def test_generate_returns_the_text_and_prints_what_mlx_lm_prints(
 def test_generate_lets_standard_output_alone_unless_it_prints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It works without `sys.stdout`, as in a server."""
+    """`generate` works without `sys.stdout`, as in a server."""
     model, _ = known("llama")
     monkeypatch.setattr("sys.stdout", None)
     assert generate(model, byte_tokenizer(), PROMPT, max_tokens=3)
@@ -671,7 +670,7 @@ def test_unknown_keywords_are_named() -> None:
 
 
 def test_caches_that_are_never_quantized_need_not_be_able_to() -> None:
-    """As in mlx-lm, it is an error only if the text can reach quantized_kv_start."""
+    """Only a text that can reach quantized_kv_start is an error, as in mlx-lm."""
     model, text = known("gemma3_text")
     options: dict[str, Any] = {"max_tokens": 9, "kv_bits": 4}
     start = len(PROMPT) + 10

@@ -1,8 +1,7 @@
 """An empty draft costs one plain step, and a draft behind a step loses no token.
 
-A draft is "behind" a step if it is made while the step is in flight. The step's token
-is not known then: the first token of the draft is a guess of it. The other tokens are
-verified after the step's real token, whether the guess was right or not.
+A draft is "behind" a step if it is made while the step is in flight. Its first token is
+a guess of the step's token. The others are verified after the step's real token.
 """
 
 from functools import cache
@@ -38,13 +37,7 @@ EXAMPLES = settings().max_examples
 
 
 class PlannedDrafter(ScriptedDrafter):
-    """Proposes the planned number of tokens, up to the limit.
-
-    Args:
-        text: prompt and continuation.
-        plan: the lengths of the drafts, repeated.
-        wrong: places of the text at which the proposed token is wrong.
-    """
+    """Proposes planned lengths, in turn; tokens at the places `wrong` are wrong."""
 
     by = 1  # how far a wrong token is from the right one
 
@@ -55,14 +48,11 @@ class PlannedDrafter(ScriptedDrafter):
         self.limits: list[int] = []
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose the planned number of tokens, or the limit."""
         self.limits.append(limit)
         return super().propose(sequence, min(limit, next(self._plan)), choose)
 
 
 class PlannedRun(Run):
-    """A decoder with a planned drafter, and the text that it has to emit."""
-
     def __init__(
         self, model: nn.Module, text: list[int], plan: list[int], wrong: set[int]
     ) -> None:
@@ -72,7 +62,6 @@ class PlannedRun(Run):
 
 @cache
 def known(name: str) -> tuple[nn.Module, list[int]]:
-    """Return a model and its sampled text."""
     model = build(name)
     plain = SpeculativeGenerator(model, byte_tokenizer())
     return model, plain.generate(PROMPT, max_tokens=TOKENS, sampling=SAMPLED).tokens

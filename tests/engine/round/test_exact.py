@@ -67,12 +67,10 @@ def written(
 
 @cache
 def plain(name: str, length: int) -> Result:
-    """Return the sampled text of a prompt of this length, without a draft."""
     return written(generator_of(build(name)), prompt_of(length), SAMPLED)
 
 
 def assert_same_bits(result: Result, expected: Result) -> None:
-    """Assert that texts and all reported values of their tokens are equal."""
     assert result.tokens == expected.tokens
     assert result.logprobs == expected.logprobs  # none of the numbers is NaN
 

@@ -1,8 +1,4 @@
-"""In exact mode no kind of drafter changes a bit.
-
-Heads and assistants read states of the target, so rounds with them run more operations
-than rounds without them.
-"""
+"""In exact mode no drafter changes a bit, although heads read states of the target."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """Tokens that a constraint forces are drafted before any drafter is asked.
 
-The text is that of plain decoding. Every forced token is accepted under every rule,
-since the mask leaves all the probability to it.
+The text is that of plain decoding. A mask leaves all probability to a forced token, so
+every rule accepts it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -67,7 +67,6 @@ class Silent:
         """Nothing to begin."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose nothing."""
         return Proposal(mx.array([], mx.uint32))
 
     def settle(self, accepted: int) -> None:
@@ -174,7 +173,7 @@ def test_the_text_is_that_without_forced_tokens(
     covering(PAIRS, {"greedy": GREEDY, "sampled": SAMPLED}, quick=(0, QUICK_PAIRS)),
 )
 def test_every_drafter_goes_on_after_forced_tokens(pair: str, chosen: str) -> None:
-    """The drafter's caches and states are right: most of its tokens are accepted."""
+    """The drafter's caches and states are right: most drafted tokens are accepted."""
     target, draft = PAIRS[pair]()
     sampling = {"greedy": GREEDY, "sampled": SAMPLED}[chosen]
     free = {n: dict.fromkeys(range(n, 256, 7), (n + 1) % 7) for n in range(7)}
@@ -205,8 +204,7 @@ def test_every_drafter_goes_on_after_forced_tokens(pair: str, chosen: str) -> No
 def test_forced_tokens_are_accepted_under_every_rule(
     acceptance: Any, length: int
 ) -> None:
-    """The first token is chosen in a plain step, and the choice after five forced
-    ones in the round in which these are drafted."""
+    """The round that drafts five forced tokens also makes the choice after them."""
     result = generated(
         "llama",
         Silent(),
@@ -345,7 +343,7 @@ def walks(schema: Schema) -> Iterator[tuple[Any, Constrained, list[int]]]:
 @given(schema=SCHEMAS)
 @settings(max_examples=EXAMPLES // 4)
 def test_forced_tokens_are_all_that_the_library_knows_of(schema: Schema) -> None:
-    """The tokenizer has 2,048 ids, most of which stand for several letters."""
+    """Most of the tokenizer's 2,048 ids stand for several letters."""
     for state, text, path in walks(schema):
         known = state._matcher.compute_ff_tokens()
         assert text.forced(path, 100)[: len(known)] == known

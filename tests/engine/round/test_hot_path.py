@@ -1,7 +1,6 @@
 """Python calls of one round, and the modules that it enters, in order.
 
-`pytest -s` on this file prints the counts, and the modules in the order in which a
-drafted round first enters them: these are the steps of a round.
+`pytest -s` prints the counts and the modules.
 """
 
 import sys
@@ -46,13 +45,7 @@ STEPS = {
 
 @dataclass(slots=True)
 class Walk:
-    """The project's calls of one round.
-
-    Attributes:
-        calls: number of calls of the project's functions.
-        depth: the largest number of them on the stack at once.
-        files: the modules, in the order in which they were first entered.
-    """
+    """The project's calls of one round; `files`: its modules, in order of entry."""
 
     calls: int = 0
     depth: int = 0
@@ -89,7 +82,6 @@ def module_of(filename: str) -> str | None:
 
 
 def walk(act: Callable[[], object]) -> Walk:
-    """Return the project's calls while `act` runs."""
     walked = Walk()
     sys.setprofile(walked.see)
     try:
@@ -105,7 +97,6 @@ def walk_of_a_round(length: int) -> Walk:
 
 
 def walk_of_target(target: Any, tokenizer: Any, vocab: int, length: int) -> Walk:
-    """Return the calls of a round of a target with a draft model."""
     generator = SpeculativeGenerator(
         target,
         tokenizer,
@@ -167,7 +158,7 @@ def test_a_round_of_text_knows_nothing_of_images(length: int) -> None:
 def test_a_text_costs_a_target_that_reads_images_what_it_costs_another(
     length: int,
 ) -> None:
-    """Its forward makes up to six more calls, for positions around an image."""
+    """Such a target's forward makes up to six more calls, for image positions."""
     target, tokenizer = tiny_vision.tiny("qwen3_vl"), tiny_vision.tokenizer()
     text = walk_of_a_round(length)
     before = walk_of_target(target, tokenizer, tiny_vision.VOCAB, length)

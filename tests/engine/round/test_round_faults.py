@@ -1,7 +1,4 @@
-"""An error at any step of a round leaves caches, statistics and tokens as before.
-
-After the error the same decoder continues, and the text is the same.
-"""
+"""An error at any step of a round leaves caches, statistics and tokens as before."""
 
 from functools import cache
 from typing import Any
@@ -35,7 +32,6 @@ def run_of(model: nn.Module, draft: nn.Module | None, length: int) -> Run:
 
 @cache
 def plain_text(name: str) -> list[int]:
-    """Return the text without a draft and without an error."""
     return run_of(build(name), None, 0).finish()
 
 

@@ -1,8 +1,7 @@
-"""Interrupts raised inside a serial logits processor, which has a state.
+"""Interrupts inside a serial logits processor, which has a state.
 
-The processor raises them; signals would wait for the end of a round. In a batch the
-request ends with its tokens so far, and other requests finish the round before the
-interrupt is raised.
+The processor raises them, since a signal would wait for the end of a round. In a batch,
+other requests finish the round before the interrupt is raised.
 """
 
 from typing import Any
@@ -19,11 +18,7 @@ PROMPTS = (5, 17, 9)
 
 
 class Alternating:
-    """Forbids the likeliest token at every other call; may raise at a call.
-
-    Attributes:
-        calls: number of known tokens at each call.
-    """
+    """Forbids the likeliest token at every other call; may raise at a call."""
 
     def __init__(self, raises_at: int = 0) -> None:
         self.calls: list[int] = []
@@ -82,7 +77,7 @@ def test_an_interrupt_of_a_processor_ends_its_request_alone(
     assert results[0].finish_reason == "error"
     assert len(results[0].tokens) < call
     assert [len(each.tokens) for each in results[1:]] == [TOKENS] * 2
-    # As in plain decoding: once for each token.
+    # One call for each token, as in plain decoding.
     third = len(prompt_of(PROMPTS[2]))
     assert processors[2] is not None
     assert processors[2].calls == [*range(third, third + TOKENS)]

@@ -1,7 +1,6 @@
 """Rounds with drafts that are trees: the text is that of plain decoding.
 
-A scripted drafter proposes random trees with the text on a random path, so the accepted
-path may be anywhere. test_head_trees tests the trees of heads.
+A scripted drafter puts the text on a random path of a random tree.
 """
 
 from dataclasses import replace
@@ -42,14 +41,12 @@ SHORT = Sampling(temperature=0.8, top_k=20, seed=4)
 
 @cache
 def plain(name: str, sampling: Sampling) -> list[int]:
-    """Return prompt and text of plain decoding, longer than the tests need."""
     generator = SpeculativeGenerator(build(name), byte_tokenizer())
     result = generator.generate(PROMPT, max_tokens=TOKENS + LEVELS, sampling=sampling)
     return PROMPT + result.tokens
 
 
 def with_trees(name: str, drafter: Any, **options: Any) -> SpeculativeGenerator:
-    """Return a generator that drafts trees."""
     options = {"draft_length": LEVELS, "draft_tree": NODES, **options}
     return SpeculativeGenerator(build(name), byte_tokenizer(), draft=drafter, **options)
 

@@ -1,7 +1,6 @@
 """On a device that compiles each new shape, no round is the first of its shape.
 
-Shapes (of inputs and of keys) are counted on the CPU, which compiles none. The tests
-mark new shapes as expensive, as they are on CUDA.
+The tests run on the CPU, which compiles none, and mark new shapes as expensive.
 """
 
 from dataclasses import dataclass, field
@@ -25,12 +24,7 @@ LENGTHS = [1, 3, 16, 0, 0, 2, 7]
 
 @dataclass
 class Forwards:
-    """Shapes of the target's forwards, rolled back or committed.
-
-    Attributes:
-        rehearsed: shapes fed before they were needed, each with the context then.
-        compiled_in_rounds: shapes that a committed round was the first to feed.
-    """
+    """Shapes rehearsed, each with the context then; shapes new in a committed round."""
 
     rehearsed: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
     compiled_in_rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -76,7 +70,7 @@ def dear(monkeypatch: pytest.MonkeyPatch, *, by_keys: bool = True) -> None:
 
 
 def texts(family: str, prompt: list[int], tokens: int, **options: Any) -> list[int]:
-    """Return a text with scripted lengths and a drafter that is often right."""
+    """Generate with planned lengths and a drafter often right; check the text."""
     model = build(family)
     known = [*prompt, *plain_text(model, prompt, tokens)]
     drafter = ScriptedDrafter(known, right=0.7)
