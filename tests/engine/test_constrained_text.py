@@ -349,7 +349,7 @@ class FewIds:
         self.drawn_probs: list[mx.array] = []
 
     def begin(self, sequence: Sequence) -> None:
-        """Nothing to begin."""
+        pass
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         ids = None if self._ids is None else mx.array(self._ids, dtype=mx.uint32)
@@ -362,10 +362,10 @@ class FewIds:
         return Proposal.of(chosen)
 
     def settle(self, accepted: int) -> None:
-        """Nothing to keep."""
+        pass
 
     def discard(self) -> None:
-        """Nothing to undo."""
+        pass
 
 
 @pytest.mark.parametrize("acceptance", ["keyed", "rejection", "block"])

@@ -1,7 +1,4 @@
-"""In later prompts an answer gets the ids in which it was generated.
-
-The tokenizer knows pairs of letters, so a text can have different ids.
-"""
+"""In later prompts an answer gets the ids in which it was generated."""
 
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from support.caches.prefix_roles import ROWS, bound
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import merging_tokenizer
 
+# It knows pairs of letters, so a text can have different ids.
 TOKENIZER = merging_tokenizer(3, 140, letters=90)
 IDS = st.lists(st.integers(0, 200), min_size=1, max_size=12)
 

@@ -1,7 +1,4 @@
-"""The same seed gives the same text with every sampling option and every drafter.
-
-Log-probabilities, and calls and states of processors, are also as in plain decoding.
-"""
+"""With every option and drafter, text and processors are as in plain decoding."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -82,7 +82,6 @@ class Interruptions:
 
 @contextmanager
 def interruptions() -> Iterator[Interruptions]:
-    """Let the timer's signal raise in the block."""
     timer = Interruptions()
     before = signal.signal(signal.SIGALRM, timer.handler)
     try:

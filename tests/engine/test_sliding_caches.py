@@ -47,7 +47,6 @@ def test_a_lane_replaces_the_rings_that_it_makes(name: str) -> None:
 
 @pytest.fixture(name="made")
 def _made(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
-    """Record the lanes that a generator makes."""
     lanes: list[Lane] = []
 
     class NotedLane(Lane):

@@ -1,7 +1,6 @@
 """The text is that of plain decoding, for every architecture, cache and draft.
 
-A scripted drafter proposes drafts that are right, partly right, wrong or empty. Each
-has to be accepted as far as it is right.
+A scripted drafter's drafts have to be accepted as far as they are right.
 """
 
 from collections.abc import Callable
@@ -38,17 +37,13 @@ PROMPTS = {6: 4, 17: 3, 40: 5}  # tokens: draft length
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model of the grid.
-
-    `bitwise`: near-ties are forbidden. `passed`: the caller passes mlx-lm's caches.
-    `run_again`: some layers run again over a part of a round.
-    """
+    """One model of the grid."""
 
     build: Callable[[], nn.Module]
-    bitwise: bool
+    bitwise: bool  # near-ties are forbidden
     tokens: int
-    passed: bool = False
-    run_again: bool = False
+    passed: bool = False  # the caller passes caches of mlx-lm
+    run_again: bool = False  # some layers run again over a part of a round
 
 
 def _tiny(tiny: TinyModel, tokens: int, *, passed: bool = False) -> Case:

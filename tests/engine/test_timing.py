@@ -98,8 +98,6 @@ def test_the_parts_are_all_of_the_rounds_time(
 
 
 class Nap:
-    """Sleeps, and records the time."""
-
     def __init__(self) -> None:
         self.seconds = 0.0
 

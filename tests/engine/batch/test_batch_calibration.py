@@ -36,7 +36,6 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(name="rounds")
 def _rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the number of rows of each round."""
     row_counts: list[int] = []
     usual = RunningTogether.next_round
 

@@ -40,7 +40,7 @@ def generator(
 
 @contextmanager
 def forwards(kind: str) -> Iterator[list[int]]:
-    """Record how many rows each of the drafter's drafting forwards has."""
+    """Record the number of rows of each forward that drafts a token."""
     rows: list[int] = []
     owner: Any = Mtp if kind == "chained" else Assistant
     names = ("rows", "step", "ragged") if kind == "chained" else ("run",)
@@ -107,8 +107,6 @@ Drafts = dict[tuple[int, ...], list[int]]
 
 
 def note(patch: pytest.MonkeyPatch, by_text: Drafts) -> None:
-    """Record each draft under the tokens that it follows."""
-
     def add(sequence: Any, draft: Any) -> None:
         if draft.length:
             tokens: Any = draft.tokens.tolist()
@@ -146,7 +144,6 @@ def hold(by_place: Keys, layers: Any, state: Any) -> None:
 def together(
     made: SpeculativeGenerator, requests: Sequence[Asked], options: dict[str, Any]
 ) -> tuple[list[Any], list[Keys]]:
-    """Return the results, and the head's keys of each request."""
     results: list[Any] = [None] * len(requests)
     head_keys, uids = [Keys() for _ in requests], dict[int, int]()
     with BatchGenerator(made) as batch:

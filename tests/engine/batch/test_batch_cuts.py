@@ -43,11 +43,7 @@ def options_of(made: Bench, prompt: int, stop: int | None) -> dict[str, Any]:
 def opened(
     made: Bench, kind: str, **options: Any
 ) -> tuple[SpeculativeGenerator, PrefixCache]:
-    """Return a generator whose drafts are mostly right, and its prefix cache.
-
-    With a draft model every round has 5 tokens. Lookups also draft behind a step in
-    flight.
-    """
+    """Return a generator whose drafts are mostly right, and its prefix cache."""
     prefixes = PrefixCache(64 << 20, every=EVERY)
     draft: Any = made.model
     if kind == "lookup":
@@ -101,7 +97,6 @@ def in_order(leaf: Any) -> list[mx.array]:
 
 
 def slices(leaf: Any) -> list[list[mx.array]]:
-    """Return each buffer's arrays, one for each range of positions."""
     return [[*each] for each in zip(*(rows.arrays for rows in leaf.rows), strict=True)]
 
 

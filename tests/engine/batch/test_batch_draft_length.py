@@ -286,7 +286,7 @@ def test_lookups_draft_in_one_round_after_another(
 
 @pytest.mark.parametrize("kind", ["lookup", "model"])
 def test_a_policy_learns_what_was_drafted_for_its_request(kind: str) -> None:
-    """Behind a step in flight the first token of a draft is a guess of the step's."""
+    """A draft's guess of the token of a step in flight does not count as drafted."""
 
     class Noted(FixedDraftLength):
         def __init__(self, length: int) -> None:

@@ -44,7 +44,7 @@ from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
-# A hybrid target; then heads with a window, two caches, one token a draft, a chain.
+# In order: a hybrid target; heads with a window, two caches, one-token drafts, a chain.
 COMMON = ("qwen3_5", "mimo_v2_flash", "deepseek_v32", "mimo", "step3p5")
 OTHERS = (
     *("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm_moe_dsa", "glm4_moe"),
@@ -57,7 +57,6 @@ CALLS = {"mtp": (1, 2), "eagle": (1, 3), "sliding": (2, 2)}
 
 
 def finish(made: HeadBench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
-    """Run the rows to the end; check their texts, and that no row has run alone."""
     batches.finish(made, batch, rows)
     assert not batch.stats.alone
 
@@ -406,10 +405,7 @@ def test_a_text_of_a_batch_is_found_by_a_later_request() -> None:
 def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each cached row of a head has its position and token.
-
-    In a batch, the first row may be that of the place where the target began to read.
-    """
+    """Each cached row of a head has its position and token."""
 
     def check(
         head: KnowingMtp, head_rows: list[list[int]], text: int, position: int

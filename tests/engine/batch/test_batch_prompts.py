@@ -71,7 +71,6 @@ def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
 
 
 def test_a_draft_model_reads_one_chunk_at_most_too() -> None:
-    """Meanwhile the other rows draft, and the row with the long prompt does not."""
     made = bench("llama")
     with BatchGenerator(made.generator("model")) as batch:
         rows = started(made, batch)

@@ -35,7 +35,6 @@ REFUSED: list[tuple[str, dict[str, str]]] = [
 
 
 def said_by(ended: list[Ended]) -> list[Any]:
-    """Require that all ranks ended well; return their results."""
     assert [each.status for each in ended] == [0] * len(ended), ended
     return [each.said for each in ended]
 
@@ -147,7 +146,6 @@ def _check_decisions(zero: dict[str, Any], one: dict[str, Any]) -> None:
 
 
 def _check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
-    """Assert that both ranks refuse what one refuses, and name the values."""
     shown = {
         "seed": "seed is 12 on rank 1, and 11 on rank 0",
         "length": "draft_length is 4 on rank 1, and 3 on rank 0",

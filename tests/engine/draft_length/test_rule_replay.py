@@ -1,8 +1,7 @@
 """The rule on traces of real rounds: at most 3 % slower than plain decoding.
 
-A pair is a target with one or two sources, a group is a kind of text. Each group is
-also compared with the best fixed length of its best source; `pytest -s` prints the
-results.
+A pair is a target with one or two sources, a group is a kind of text. All groups
+together are also compared with their best fixed lengths. `pytest -s` prints results.
 """
 
 import sys

@@ -128,7 +128,6 @@ def test_a_file_is_made_and_added_to(
 
 
 def printed(*options: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the lines of rounds that the script prints, and its rows."""
     done = CliRunner().invoke(
         draft_length.app, [*options, "--blas", "stock"], catch_exceptions=False
     )

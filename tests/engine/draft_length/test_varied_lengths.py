@@ -1,8 +1,4 @@
-"""Draft lengths that change from round to round do not change the text.
-
-A plain step submits the next round ahead only if that is a plain step too, so plans of
-every order are drawn.
-"""
+"""Draft lengths that change from round to round do not change the text."""
 
 from functools import cache
 from pathlib import Path
@@ -276,7 +272,6 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
 
 @pytest.fixture(name="one_pass")
 def _one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure once instead of three times."""
     monkeypatch.setattr(calibration, "PASSES", 1)
 
 

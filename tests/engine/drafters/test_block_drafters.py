@@ -77,7 +77,6 @@ def oracle(
     wrong: Callable[[int], bool] = lambda position: False,
     kind: str = "full",
 ) -> tuple[DFlashDraft, BlockOracle]:
-    """Return a draft whose layers an oracle replaces, and the oracle."""
     known = draft_of(kind, name)
     draft = type(known)(known.model, known.head, known.dflash.layers)
     return draft, BlockOracle(draft, text, wrong)

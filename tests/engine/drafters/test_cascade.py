@@ -126,7 +126,6 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
 
 
 def _fail(decoder: StreamDecoder) -> None:
-    """Run a round in which the target's forward fails."""
     original = LaneRound.forward
 
     def failing(self: LaneRound, tokens: mx.array) -> mx.array:

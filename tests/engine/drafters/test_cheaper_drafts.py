@@ -109,7 +109,6 @@ IDS = list(range(0, 256, 3))
 
 
 def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
-    """Check a text, and return the ids that were drafted in it."""
     drafted: list[int] = []
     inner = CheckedChoose.checked
 

@@ -1,8 +1,7 @@
 """Contract of drafters: proposals depend on the committed tokens alone.
 
-After rounds of every kind, each draft is compared with that of a twin that gets only
-the tokens; see support/drafters. The test, not the target, chooses the committed
-tokens.
+Each draft is compared with that of a twin that gets only the tokens. The test, not the
+target, chooses the committed tokens.
 """
 
 from collections.abc import Callable
@@ -68,16 +67,13 @@ ROUNDS: list[Round] = [
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A drafter on a target, and a twin that proposes from nothing but the tokens.
-
-    `others`: the drafter's models. `least`: the fewest tokens that a test must see.
-    """
+    """A drafter on a target, and a twin that proposes from nothing but the tokens."""
 
     model: nn.Module
     open: Callable[[Lane, Sequence], Drafter]
     twin: FromNothing
-    others: tuple[nn.Module, ...] = ()
-    least: int = 10
+    others: tuple[nn.Module, ...] = ()  # the models of the drafter
+    least: int = 10  # the fewest tokens that a test must see
 
 
 def start_over(kind: Callable[[], Kind]) -> FromNothing:
@@ -219,7 +215,6 @@ def commit(lane: Lane, sequence: Sequence, fed: list[int], kept: list[int]) -> N
 
 
 def play(kind: Kind, choose: Choose) -> int:
-    """Run the rounds; return the number of proposed tokens."""
     sequence = Sequence(prompt_of(PROMPT))
     lane = Lane(kind.model)
     drafter = kind.open(lane, sequence)

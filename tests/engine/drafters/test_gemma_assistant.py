@@ -57,7 +57,6 @@ def _mostly(usual: float, *others: float) -> list[Any]:
 
 @cache
 def text_of(name: str, temperature: float = 0.0) -> list[int]:
-    """Return a prompt and its plain continuation, longer than the tests need."""
     tokens = prompt_of(PROMPT)
     result = SpeculativeGenerator(make(name).target, byte_tokenizer()).generate(
         tokens, max_tokens=TOKENS + 12, sampling=_sampling(temperature)
@@ -77,7 +76,6 @@ def draft_of(name: str, head: str = "dense", **options: Any) -> AssistantDraft:
 def oracle(
     name: str, text: list[int], *, anchor: Any = "state", **options: Any
 ) -> tuple[AssistantDraft, OracleStep]:
-    """Return a draft whose assistant an oracle replaces, and the oracle."""
     draft = draft_of(name, anchor=anchor)
     knowing = OracleStep(draft, text, **options)
     draft.step = knowing
@@ -312,8 +310,6 @@ def test_a_step_that_is_on_its_way_is_not_read(
     """After a round without a draft the caches hold the newest token's row already."""
 
     class Seldom(HeadDraft):
-        """Drafts in every third round."""
-
         def __init__(self, draft: AssistantDraft) -> None:
             self.model = draft.model
             self._draft, self.rounds = draft, 0

@@ -131,7 +131,6 @@ def state_of(slot: int, follows: bool) -> float:
 
 
 def oracle(name: str, text: list[int], **options: Any) -> tuple[EagleDraft, TreeOracle]:
-    """Return a draft whose head an oracle replaces, and the oracle."""
     known = draft_of("specforge", name)
     draft = EagleDraft(known.model, known.eagle.head, known.eagle.layers)
     knowing = TreeOracle(draft, text, **options)

@@ -1,7 +1,4 @@
-"""Heads that read the target's states, with images in the prompt.
-
-At positions of an image a head embeds the placeholder token. An oracle checks this.
-"""
+"""Heads that read the target's states, with images in the prompt."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -44,7 +44,6 @@ def built(name: str) -> tuple[nn.Module, MtpHead]:
 
 @cache
 def text_of(name: str, temperature: float, prompt: int = PROMPT) -> list[int]:
-    """Return a prompt and its plain continuation, longer than the tests need."""
     tokens = prompt_of(prompt)
     result = SpeculativeGenerator(built(name)[0], byte_tokenizer()).generate(
         tokens, max_tokens=TOKENS + 12, sampling=_sampling(temperature)
@@ -57,7 +56,6 @@ def _sampling(temperature: float) -> Sampling:
 
 
 def oracle(name: str, text: list[int], **options: Any) -> tuple[MtpDraft, OracleMtp]:
-    """Return a draft whose head an oracle replaces, and the oracle."""
     target, head = built(name)
     draft = MtpDraft(target, head)
     before = head.convention.hidden == "before_norm"

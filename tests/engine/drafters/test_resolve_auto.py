@@ -40,7 +40,6 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """Collect the notices of a block."""
     notices: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -126,7 +126,6 @@ LAYOUTS_LEFT = sorted(
 
 @pytest.fixture(name="proposed")
 def _proposed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Record the proposals of heads, round by round."""
     drafts: list[list[int]] = []
     propose = MtpDrafter.propose
 
@@ -415,7 +414,6 @@ def in_a_batch(ours: SpeculativeGenerator, prompts: list[list[int]]) -> list[Any
 def test_acceptance_of_warm_requests_is_that_of_cold_ones(
     kind: str, runs: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """This holds for prefixes from memory, and from files after a restart."""
     target, draft = DRAFTED[kind]()
     prompts = [prompt_of(count) for count in (41, 26)]
     further = [[*prompt, *prompt_of(11)] for prompt in prompts]

@@ -1,7 +1,6 @@
 """Tokens that a constraint forces are drafted before any drafter is asked.
 
-The text is that of plain decoding. A mask leaves all probability to a forced token, so
-every rule accepts it.
+A mask leaves all probability to a forced token, so every rule accepts it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -64,7 +63,7 @@ class Silent:
     """A drafter that never proposes anything."""
 
     def begin(self, sequence: Sequence) -> None:
-        """Nothing to begin."""
+        pass
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         return Proposal(mx.array([], mx.uint32))
@@ -74,7 +73,7 @@ class Silent:
         raise AssertionError
 
     def discard(self) -> None:
-        """Nothing to undo."""
+        pass
 
 
 @st.composite

@@ -1,7 +1,4 @@
-"""Python calls of one round, and the modules that it enters, in order.
-
-`pytest -s` prints the counts and the modules.
-"""
+"""Python calls of one round, and its modules in order; `pytest -s` prints them."""
 
 import sys
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """Interrupts inside a serial logits processor, which has a state.
 
-The processor raises them, since a signal would wait for the end of a round. In a batch,
-other requests finish the round before the interrupt is raised.
+The processor raises them, since a signal would wait for the end of a round.
 """
 
 from typing import Any

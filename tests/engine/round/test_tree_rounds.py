@@ -1,7 +1,4 @@
-"""Rounds with drafts that are trees: the text is that of plain decoding.
-
-A scripted drafter puts the text on a random path of a random tree.
-"""
+"""Rounds with drafts that are random trees: the text is that of plain decoding."""
 
 from dataclasses import replace
 from functools import cache
