@@ -1,7 +1,4 @@
-"""Texts end at the end of the table of learned positions, if a model has one.
-
-A look-up after the table finds NaN, and so raises NonFiniteLogitsError.
-"""
+"""Texts end at the end of a table of learned positions; look-ups after it find NaN."""
 
 import warnings
 from collections.abc import Sequence as SequenceOf

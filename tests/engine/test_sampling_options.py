@@ -1,4 +1,7 @@
-"""With every option and drafter, text and processors are as in plain decoding."""
+"""With every option and drafter, text and processors are as in plain decoding.
+
+This includes log-probabilities, and the calls and final states of processors.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -40,7 +40,6 @@ TOKENS = 16
 
 
 def ours(frame: FrameType | None) -> bool:
-    """Return whether a call into this package is on the stack."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(OURS):
             return True

@@ -346,10 +346,7 @@ def test_chunks_are_those_of_the_device_or_as_asked(
 
 
 def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
-    """Assert that the caches continue like caches that were fed the tokens.
-
-    Tolerance: twice the largest difference between twins fed in different widths.
-    """
+    """Assert that the caches continue like caches that were fed the tokens."""
     model = known(name)[0]
     offsets, expected = _fed(name, tuple(tokens))
     assert [getattr(c, "offset", 0) for c in caches] == offsets

@@ -121,7 +121,6 @@ def count(
     samples: int,
     first: int = 0,
 ) -> NDArray[np.int64]:
-    """Generate once for each of successive seeds, and count the texts."""
     places = {text: place for place, text in enumerate(TEXTS)}
     counts, allowed = np.zeros(len(places), dtype=np.int64), options.get("allowed")
     sampling = Sampling(**{k: v for k, v in options.items() if k != "allowed"})
@@ -138,10 +137,7 @@ def count(
 
 
 def excess(counts: NDArray[np.int64], options: dict[str, Any]) -> float:
-    """Return chi-square over its bound at alpha 1e-4, as Wilson and Hilferty do.
-
-    Texts expected less than five times count as one outcome.
-    """
+    """Return chi-square over its bound at alpha 1e-4, as Wilson and Hilferty do."""
     probs = distribution(**options)
     assert counts[probs == 0].sum() == 0
     expected = probs * counts.sum()

@@ -1,7 +1,4 @@
-"""The text is that of plain decoding, for every architecture, cache and draft.
-
-A scripted drafter's drafts have to be accepted as far as they are right.
-"""
+"""The text is that of plain decoding, for every architecture, cache and draft."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

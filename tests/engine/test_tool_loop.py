@@ -111,7 +111,6 @@ def play(run: Run, sessions: list[Session], turns: int, side: bool) -> None:
 
 
 def share(sessions: list[Session]) -> float:
-    """Return the share of all prompt tokens that was read again."""
     again = sum(sum(session.again) for session in sessions)
     return again / sum(session.prompts for session in sessions)
 

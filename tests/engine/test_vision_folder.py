@@ -123,7 +123,6 @@ def test_what_cannot_be_read_is_one_clear_error(
 
 
 def changed(folder: Path, tmp_path: Path, **config: Any) -> Path:
-    """Return a copy of a folder with a changed configuration."""
     for file in folder.iterdir():
         if file.name != "config.json":
             (tmp_path / file.name).symlink_to(file)

@@ -1,7 +1,4 @@
-"""Texts after images of every size equal mlx-vlm's, with every kind of draft.
-
-mlx-vlm prepares its prompt itself, with the family's processor from a folder.
-"""
+"""Texts after images of every size equal mlx-vlm's, with every kind of draft."""
 
 import atexit
 import io

@@ -1,4 +1,4 @@
-"""Heads that draft for all rows of a batch read and propose what they do alone."""
+"""A head drafts for all rows of a batch what it drafts for each row alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -324,7 +324,7 @@ def test_a_target_that_cannot_commit_leaves_the_head_as_it_was(
 
 @pytest.mark.parametrize("call", [1, 3, 7, 8, 9, 12])
 def test_a_head_that_raises_is_disabled(call: int) -> None:
-    """An error in a prefill disables the head for one row, in a round for all rows."""
+    """An error in a prefill disables the head for one row; in a round, for all rows."""
     made = head_bench("llama")
     generator = made.generator("mtp")
     with BatchGenerator(generator) as batch:

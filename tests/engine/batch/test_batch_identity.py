@@ -69,10 +69,7 @@ def bench_for(name: str, kind: str) -> Bench:
 
 
 def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
-    """Return a state machine that runs batches of a model with a kind of draft.
-
-    `sizes`: numbers of rows are rounded to few sizes, and more rows run.
-    """
+    """Return a state machine of batches; `sizes`: numbers of rows are rounded."""
     most = 12 if sizes else MOST_ROWS
 
     class Machine(RuleBasedStateMachine):
@@ -134,8 +131,7 @@ def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
             assert self.batch.memory == 0
             assert all("one token" in reason for reason in self.batch.stats.alone)
             if kind in KNOWING and not self.bench.ties:
-                # Only a row with a prompt of one token lacks the state for its first
-                # draft.
+                # Only rows with a prompt of one token have no state for a draft.
                 short = sum(case.prompt == 1 for case in self.cases.values())
                 assert knowing(self.generator).unknown <= short
             self.batch.close()

@@ -1,7 +1,4 @@
-"""Requests with constraints, processors and drafters of every kind run together.
-
-Each request has the text, log-probabilities, cache rows and drafts that it has alone.
-"""
+"""In a batch, requests of every kind get the results and drafts that they get alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -155,7 +152,6 @@ def made(name: str, kind: str) -> SpeculativeGenerator:
 
 
 def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Result]:
-    """Run requests that join and leave; return their results."""
     with BatchGenerator(generator, max_rows=len(requests)) as batch:
         uids: dict[int, int] = {}
         results: dict[int, Result] = {}
@@ -181,7 +177,7 @@ def assert_as_alone(generator: SpeculativeGenerator, one: Asked, got: Result) ->
     """Compare with the request alone: without a prefix cache, and with the batch's."""
     alone = plain_of(generator).generate(prompt_of(one.prompt), **one.options())
     again = generator.generate(prompt_of(one.prompt), **one.options())
-    assert again.tokens == alone.tokens  # from the batch's prefix cache
+    assert again.tokens == alone.tokens
     count = len(got.tokens)
     assert got.tokens == alone.tokens[:count]
     if got.finish_reason != "closed":

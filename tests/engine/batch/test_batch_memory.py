@@ -14,7 +14,6 @@ from support.identity import prompt_of
 
 
 def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
-    """Insert, run and remove at random; return the largest size of caches in bytes."""
     rng = random.Random(seed)
     most, left = 0, requests
     while left or batch.waiting or batch.running:

@@ -149,7 +149,7 @@ def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
 
 
 def test_what_a_draft_has_missed_is_read_in_parts() -> None:
-    """Rows draft again after many plain rounds; a row joins before that."""
+    """A row joins during many plain rounds. Then the other rows draft again."""
 
     class Late:
         longest = 4

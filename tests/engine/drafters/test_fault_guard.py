@@ -86,7 +86,6 @@ def plain_text(kind: str, sampling: Sampling) -> list[int]:
 
 @cache
 def held_after(kind: str, sampling: Sampling) -> Any:
-    """Return the content of caches after the plain text, written token by token."""
     twin = Lane(target_of(kind))
     twin.feed(PROMPT + plain_text(kind, sampling), step=1)
     return content(twin.caches)
@@ -119,7 +118,6 @@ def generated(
     fault: AbstractContextManager[Happened],
     **options: Any,
 ) -> tuple[Result, Happened, list[str]]:
-    """Generate under a fault; return the warnings too."""
     with warnings.catch_warnings(record=True) as caught, fault as happened:
         warnings.simplefilter("always")
         result = generator.generate(PROMPT, max_tokens=TOKENS, **options)

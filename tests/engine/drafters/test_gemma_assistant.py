@@ -443,7 +443,6 @@ def test_an_assistant_of_another_model_is_refused() -> None:
 
 @cache
 def demo() -> SpeculativeGenerator:
-    """Return a generator on the sliding demo target, with its trained assistant."""
     folders = demo_models()
     # Half of the usual text is enough for a probe result above chance.
     with pytest.MonkeyPatch.context() as patch:

@@ -223,7 +223,6 @@ def test_a_tree_has_the_likeliest_of_what_was_looked_at(
     seed: int, nodes: int, levels: int
 ) -> None:
     def likely(path: tuple[int, ...]) -> list[tuple[float, int]]:
-        """Return all next tokens of a path, the likeliest first."""
         draw = random.Random(f"{seed} {path}")
         weights = [draw.random() ** 4 + 1e-3 for _ in range(60)]
         pairs = [(w / sum(weights), token) for token, w in enumerate(weights)]

@@ -26,7 +26,6 @@ TOKENS = 15
 
 
 def both_ways(model: nn.Module, **options: Any) -> list[Any]:
-    """Compare three drafts of three tokens in the model's own text."""
     text = plain_text(model, PROMPT, TOKENS)
     given = {"draft_length": 3, "places": 3, "seed": 5} | options
     return list(verify_both_ways(model, PROMPT, text, **given))

@@ -49,7 +49,6 @@ def longest_suffix(tokens: list[int], text: list[int]) -> list[int]:
 
 
 def check(automaton: SuffixAutomaton, tokens: list[int], text: list[int]) -> None:
-    """Compare the results for the end of a text with a plain search."""
     match = NO_MATCH
     for token in text:
         match = automaton.follow(match, token)

@@ -1,7 +1,4 @@
-"""Tokens that a constraint forces are drafted before any drafter is asked.
-
-A mask leaves all probability to a forced token, so every rule accepts it.
-"""
+"""Tokens that a constraint forces are drafted first, and accepted under every rule."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

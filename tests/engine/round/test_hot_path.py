@@ -51,7 +51,6 @@ class Walk:
     _now: int = 0
 
     def see(self, frame: FrameType, event: str, argument: object) -> None:
-        """Count a call or a return, as `sys.setprofile` reports it."""
         if event not in ("call", "return"):
             return
         module = module_of(frame.f_code.co_filename)

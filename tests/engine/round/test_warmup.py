@@ -1,6 +1,6 @@
 """On a device that compiles each new shape, no round is the first of its shape.
 
-The tests run on the CPU, which compiles none, and mark new shapes as expensive.
+The CPU compiles none. The tests mark new shapes as expensive.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ LENGTHS = [1, 3, 16, 0, 0, 2, 7]
 
 @dataclass
 class Forwards:
-    """Shapes rehearsed, each with the context then; shapes new in a committed round."""
+    """Shapes that were fed in advance, with the context then; shapes new in a round."""
 
     rehearsed: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
     compiled_in_rounds: list[tuple[int, int]] = field(default_factory=list)
