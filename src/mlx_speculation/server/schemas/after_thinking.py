@@ -6,6 +6,7 @@ budget of thinking tokens is spent, only the mark is allowed, to leave the answe
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,10 @@ from mlx_speculation.samplers.constraints.base import Constraint, ConstraintStat
 
 
 class AfterThinking:
-    """Unconstrained thinking, then an inner constraint; see `Constraint`."""
+    """Unconstrained thinking, then an inner constraint.
+
+    A `Constraint`, and the `ConstraintState` of one text: `begin` returns a copy.
+    """
 
     def __init__(
         self,
@@ -25,81 +29,60 @@ class AfterThinking:
         inner: Constraint | None = None,  # of the answer; None: any text is allowed
         budget: int | None = None,  # maximum tokens of thinking; None: no limit
     ) -> None:
-        self.mark, self.inner, self.budget = tuple(mark), inner, budget
-        self.anything = np.ones(ids, dtype=np.bool_)
-        # Ids past the end of a mask are not allowed.
-        self.only: dict[int, NDArray[np.bool_]] = {
-            token: np.arange(token + 1) == token for token in self.mark
-        }
+        self._mark, self._inner, self._budget = tuple(mark), inner, budget
+        self._anything = np.ones(ids, dtype=np.bool_)
+        self._count = 0  # tokens of thinking so far
+        self._tail: tuple[int, ...] = ()  # the last of them, at most as many as `mark`
+        self._answer: ConstraintState | None = None  # None: any token is allowed
 
-    def begin(self) -> "ThinkingState":
+    def begin(self) -> "AfterThinking":
         """Return a state before the first generated token."""
-        return ThinkingState(self, 0, (), None)
+        return self.fork()
 
-
-class ThinkingState:
-    """The state of one text: thinking, then an answer."""
-
-    def __init__(
-        self,
-        whole: AfterThinking,
-        count: int,  # tokens of thinking so far
-        tail: tuple[int, ...],  # the last tokens, at most as many as the mark has
-        answer: ConstraintState | None,  # None: still thinking, or no inner constraint
-    ) -> None:
-        self._whole, self._count = whole, count
-        self._tail, self._answer = tail, answer
+    def fork(self) -> "AfterThinking":
+        """Return an independent state at the same position of the text."""
+        state = copy(self)
+        state._answer = None if self._answer is None else self._answer.fork()
+        return state
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which token ids may come next, bool [ids]."""
         if self._answer is not None:
             return self._answer.allowed()
-        if self._forced:
-            return self._whole.only[self._next]
-        return self._whole.anything
+        if self._forced is not None:
+            return np.arange(self._forced + 1) == self._forced
+        return self._anything
 
     @property
     def may_end(self) -> bool:
         """True if the text may end here."""
         if self._answer is not None:
             return self._answer.may_end
-        return self._ended
+        return self._tail == self._mark
 
     def advance(self, token: int) -> None:
         """Append a token to the text; see `ConstraintState`."""
-        whole = self._whole
         if self._answer is not None:
             self._answer.advance(token)
             return
-        if self._forced and token != self._next:
+        if self._forced not in (None, token):
             raise ConstraintError(
                 f"Token {token} is not allowed: the thinking has had its "
-                f"{whole.budget} tokens. Take one that allowed() names."
+                f"{self._budget} tokens. Take one that allowed() names."
             )
-        self._count += 1
-        if self._ended:
+        if self._tail == self._mark:
             return
-        self._tail = (*self._tail, token)[-len(whole.mark) :]
-        if self._ended and whole.inner is not None:
-            self._answer = whole.inner.begin()
-
-    def fork(self) -> "ThinkingState":
-        """Return an independent state at the same position of the text."""
-        answer = None if self._answer is None else self._answer.fork()
-        return ThinkingState(self._whole, self._count, self._tail, answer)
+        self._count += 1
+        self._tail = (*self._tail, token)[-len(self._mark) :]
+        if self._tail == self._mark and self._inner is not None:
+            self._answer = self._inner.begin()
 
     @property
-    def _ended(self) -> bool:
-        return self._tail == self._whole.mark
-
-    @property
-    def _forced(self) -> bool:
-        budget = self._whole.budget
-        return budget is not None and self._count >= budget and not self._ended
-
-    @property
-    def _next(self) -> int:
-        """The mark's next token; the text may already end with a part of the mark."""
-        mark, tail = self._whole.mark, self._tail
+    def _forced(self) -> int | None:
+        """The mark's next token if the budget is spent; None: any token is allowed."""
+        mark, tail = self._mark, self._tail
+        if self._budget is None or self._count < self._budget or tail == mark:
+            return None
+        # The text may already end with a part of the mark.
         ends = range(len(tail) + 1)
         return mark[max(n for n in ends if tail[len(tail) - n :] == mark[:n])]

@@ -1,8 +1,8 @@
 """Schema compilers: the number of child processes, their limits and errors.
 
-A template process forks a child for each schema. A child lives from the compilation of
-its schema to the end of the text. There are at most `Limits.schemas` children, and
-further requests wait. This bounds the memory of all children together.
+A child lives from the compilation of its schema to the end of the text. There are at
+most `Limits.schemas` children, and further requests wait. This bounds the memory of all
+children together.
 """
 
 import json
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -22,6 +22,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
+from mlx_speculation.errors import ConstraintError
 from mlx_speculation.samplers.constraints.llguidance import (
     PortableVocabulary,
     not_enforced,
@@ -31,7 +32,7 @@ from mlx_speculation.samplers.constraints.llguidance import (
 )
 from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.config import Limits
-from mlx_speculation.server.schemas.constraint import SchemaConstraint
+from mlx_speculation.server.schemas.constraint import SchemaConstraint, unpacked
 from mlx_speculation.server.schemas.template_process import (
     FORK,
     LARK,
@@ -54,19 +55,11 @@ CLOSING = "The server is shutting down."
 LOST = "The process that compiles schemas has ended. Try again."
 
 
-@dataclass(frozen=True, slots=True)
-class ChildProcess:
-    """A child process, forked for one schema."""
-
-    channel: Connection  # to the child
-    process: int  # the child's process id
-
-
 class Template:
     """The template process, from which children are forked.
 
-    It leads a process group of its own. So signals of a terminal do not reach it, and
-    one signal to the group kills it and all children.
+    It leads a process group of its own: signals of a terminal do not reach it, and one
+    signal to the group kills it and all children.
 
     Raises:
         ApiError: the process has not started.
@@ -82,9 +75,9 @@ class Template:
         self._lock = threading.Lock()
         self.end_token = vocabulary.end  # the largest id: the end of a text
         self._control, other = Pipe()
+        # The template needs no library that is preloaded here, such as a BLAS.
+        environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
         with other:
-            # The template needs no library that is preloaded here, such as a BLAS.
-            environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(PROGRAM), str(other.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -114,7 +107,7 @@ class Template:
         """True while the process runs."""
         return self._process.poll() is None
 
-    def fork(self) -> ChildProcess:
+    def fork(self) -> "Child":
         """Return a new child, which may already have ended.
 
         Raises:
@@ -123,18 +116,10 @@ class Template:
         channel, theirs = Pipe()
         try:
             with theirs:
-                return ChildProcess(channel, self._ask(FORK, theirs.fileno()))
+                return Child(self, channel, self.ask(FORK, theirs.fileno()))
         except ApiError:
             channel.close()
             raise
-
-    def end(self, child: ChildProcess) -> int | None:
-        """End a child, and return its status as `os.waitpid` does; None: unknown."""
-        child.channel.close()
-        try:
-            return self._ask(b"%d" % child.process)
-        except ApiError:
-            return None
 
     def close(self) -> None:
         """Kill the template and all children."""
@@ -147,8 +132,8 @@ class Template:
         with self._lock:
             self._control.close()
 
-    def _ask(self, command: bytes, descriptor: int | None = None) -> int:
-        """Send a command, and return the number that the template answers."""
+    def ask(self, command: bytes, descriptor: int | None = None) -> int:
+        """Send a command, and return the answer; see `fork` for the error."""
         with self._lock, suppress(OSError, EOFError):
             self._control.send_bytes(command)
             if descriptor is not None:
@@ -157,6 +142,33 @@ class Template:
                 return int(self._control.recv_bytes())
         self.close()
         raise unavailable(LOST)
+
+
+@dataclass(slots=True)
+class Child:
+    """A child process, forked for one schema."""
+
+    template: Template
+    channel: Connection  # to the child
+    process: int  # the child's process id
+    status: int | None = None  # its status, once ended; None: unknown
+
+    def ask(
+        self, message: bytes, seconds: float, check: Callable[[], None] | None = None
+    ) -> bytes | None:
+        """Return an answer; None: the child has ended, or takes more than `seconds`."""
+        with suppress(OSError, EOFError):
+            self.channel.send_bytes(message)
+            return received(self.channel, seconds, check)
+        return None
+
+    def end(self) -> int | None:
+        """End the child, and return its status as `os.waitpid` does; None: unknown."""
+        if not self.channel.closed:
+            self.channel.close()
+            with suppress(ApiError):
+                self.status = self.template.ask(b"%d" % self.process)
+        return self.status
 
 
 class SchemaCompilers:
@@ -172,12 +184,10 @@ class SchemaCompilers:
     def compile(
         self, schema: dict[str, Any] | str, tokenizer: Any, check: Callable[[], None]
     ) -> SchemaConstraint:
-        """Return a constraint. The caller has to close it.
+        """Return the constraint of a JSON schema, or of `LARK` and a Lark grammar.
 
-        Args:
-            schema: a JSON schema, or `LARK` and a grammar in llguidance's syntax.
-            tokenizer: the tokenizer of the text.
-            check: called repeatedly during the wait; it raises to end the wait.
+        The caller has to close it. `check` is called repeatedly during the wait, and
+        may raise an error to end the wait.
 
         Raises:
             ApiError: the schema cannot be used, a limit was hit, or the child or its
@@ -186,21 +196,37 @@ class SchemaCompilers:
             InvalidRequestError: the tokenizer cannot be used.
             MissingLibraryError: llguidance is not installed.
         """
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        compiling = self._limits.schema_seconds + OVERDUE_SECONDS
+        masking = self._limits.mask_seconds + OVERDUE_SECONDS
 
         def waiting() -> None:
             if self._closed:
                 raise unavailable(CLOSING)
             check()
 
-        text = schema if isinstance(schema, str) else json.dumps(schema)
         waiting()
         while not self._places.acquire(timeout=POLL_SECONDS):
             waiting()
-        try:
-            return self._compiled(text, tokenizer, waiting)
-        except BaseException:
-            self._places.release()
-            raise
+        with ExitStack() as stack:
+            stack.callback(self._places.release)
+            child = self._fork(tokenizer, waiting)
+            stack.callback(child.end)
+            answer = child.ask(text.encode(), compiling, waiting)
+            if answer is None:
+                raise self._refusal(child.end())
+            if answer[:1] in (UNUSABLE, NOT_ENFORCED):
+                raise _refused(text, answer)
+
+            def ask(step: bytes) -> bytes:
+                mask = child.ask(step, masking)
+                if mask is None:
+                    error = self._refusal(child.end(), masks=True)
+                    raise ConstraintError(error.message)
+                return mask
+
+            first = unpacked(answer, child.template.end_token)
+            return SchemaConstraint(ask, first, stack.pop_all())
 
     def close(self) -> None:
         """Kill all processes. Calls of `compile` that wait raise an error."""
@@ -210,38 +236,8 @@ class SchemaCompilers:
                 self._template.close()
                 self._template = None
 
-    def _compiled(
-        self, schema: str, tokenizer: Any, waiting: Callable[[], None]
-    ) -> SchemaConstraint:
-        template, child = self._fork(tokenizer, waiting)
-        limits, answer = self._limits, b""
-
-        def leave(needed: bool) -> str:
-            status = template.end(child)
-            self._places.release()
-            return self._refusal(status, masks=True).message if needed else ""
-
-        try:
-            with suppress(OSError, EOFError):  # the exit status gives the reason
-                child.channel.send_bytes(schema.encode())
-                seconds = limits.schema_seconds + OVERDUE_SECONDS
-                answer = received(child.channel, seconds, waiting) or b""
-            if answer:
-                if answer[:1] in (UNUSABLE, NOT_ENFORCED):
-                    raise _refused(schema, answer)
-                seconds, end = limits.mask_seconds + OVERDUE_SECONDS, template.end_token
-                return SchemaConstraint(
-                    child.channel, answer, end, seconds=seconds, leave=leave
-                )
-        except BaseException:
-            template.end(child)
-            raise
-        raise self._refusal(template.end(child))
-
-    def _fork(
-        self, tokenizer: Any, waiting: Callable[[], None]
-    ) -> tuple[Template, ChildProcess]:
-        """Return the template, started if it does not run, and a new child of it."""
+    def _fork(self, tokenizer: Any, waiting: Callable[[], None]) -> Child:
+        """Return a new child of the template, which is started if it does not run."""
         with self._lock:
             waiting()
             if self._template is not None and not self._template.alive:
@@ -257,39 +253,39 @@ class SchemaCompilers:
                 }
                 vocabulary = portable_vocabulary(tokenizer)
                 self._template = Template(vocabulary, limits, waiting)
-            return self._template, self._template.fork()
+            return self._template.fork()
 
     def _refusal(self, status: int | None, *, masks: bool = False) -> ApiError:
-        """Return the error for a client whose child has ended.
-
-        Args:
-            status: the exit status of the child; None: unknown.
-            masks: whether the child was computing masks of its compiled schema.
-        """
+        """Return the error of an ended child; `masks`: its schema was compiled."""
         limits = self._limits
         if self._closed:
             return unavailable(CLOSING)
         if status is None:
             return unavailable(LOST)
-        said = "The schema {}, which is the limit of this server ({}). Simplify it: "
-        said += "patterns under allOf cost most."
         if status == OUT_OF_MEMORY << 8:
-            what = f"needs more than {limits.schema_megabytes} MiB of memory"
-            said = said.format(what, "--max-schema-megabytes")
-        elif status in (signal.SIGALRM, signal.SIGKILL) and masks:
-            what = f"needs more than {limits.mask_seconds:g} seconds for its masks"
-            said = said.format(what, "--max-mask-seconds")
-        elif status in (signal.SIGALRM, signal.SIGKILL):
-            what = f"takes more than {limits.schema_seconds:g} seconds to compile"
-            said = said.format(what, "--max-schema-seconds")
-        else:
+            needs = f"needs more than {limits.schema_megabytes} MiB of memory"
+            option = "--max-schema-megabytes"
+        elif status not in (signal.SIGALRM, signal.SIGKILL):
             LOG.error("the compiler of a schema has ended with status %d", status)
-            said = (
+            return invalid(
                 "The schema cannot be compiled; the compiler may have run out of "
                 f"memory ({limits.schema_megabytes} MiB, --max-schema-megabytes). "
-                "Simplify the schema."
+                "Simplify the schema.",
+                FIELD,
+                code="schema_limit",
             )
-        return invalid(said, FIELD, code="schema_limit")
+        elif masks:
+            needs = f"needs more than {limits.mask_seconds:g} seconds for its masks"
+            option = "--max-mask-seconds"
+        else:
+            needs = f"takes more than {limits.schema_seconds:g} seconds to compile"
+            option = "--max-schema-seconds"
+        return invalid(
+            f"The schema {needs}, which is the limit of this server ({option}). "
+            "Simplify it: patterns under allOf cost most.",
+            FIELD,
+            code="schema_limit",
+        )
 
 
 def _refused(schema: str, answer: bytes) -> ApiError:
@@ -302,12 +298,13 @@ def _refused(schema: str, answer: bytes) -> ApiError:
 
 
 def received(
-    channel: Connection, seconds: float, check: Callable[[], None]
+    channel: Connection, seconds: float, check: Callable[[], None] | None = None
 ) -> bytes | None:
     """Return the next message; None: none came within `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if channel.poll(POLL_SECONDS):
             return channel.recv_bytes()
-        check()
+        if check is not None:
+            check()
     return None

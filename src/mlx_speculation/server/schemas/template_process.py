@@ -2,14 +2,13 @@
 
     python -P template_process.py DESCRIPTOR
 
-DESCRIPTOR is the file descriptor of a connection to the server. The server sends
-settings as JSON, then the tokenizer. The template answers "ready" or an error text.
-After that each message is a command:
+DESCRIPTOR is that of a connection to the server. The server sends settings as JSON,
+then the tokenizer. The template answers "ready" or an error text. After that each
+message is a command:
 
-    fork    fork a child. The descriptor of the child's connection follows; the template
-            answers with the child's process id, even if the child has ended
-    pid     end the child of that process id; the template answers with the child's
-            wait status
+    fork    fork a child. The descriptor of the child's connection follows; the answer
+            is the child's process id
+    pid     end the child of that process id; the answer is the child's wait status
 
 A child receives its schema and answers with the first mask. Then it answers each step
 with a mask. A step is a JSON list: how many tokens to roll back, then the tokens to
@@ -40,11 +39,7 @@ LARK = "lark:"  # prefix of a grammar; a text without it is a JSON schema
 COMPACT: Any = {"whitespace_flexible": False}
 
 
-def _serve_schema(
-    channel: Connection,  # to the server, which closes it in the end
-    tokens: Any,  # the tokenizer, as llguidance has read it
-    limits: dict[str, Any],  # seconds, mask_seconds, step_seconds, bytes
-) -> None:
+def _serve_schema(channel: Connection, tokens: Any, limits: dict[str, float]) -> None:
     """Receive a schema, answer with its first mask, then answer each step."""
     schema = channel.recv_bytes().decode()
     signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
@@ -60,10 +55,12 @@ def _serve_schema(
     channel.send_bytes(answer)
     spare = limits["mask_seconds"]  # in addition to `step_seconds` of each step
     while True:
-        message = channel.recv_bytes()
+        back, *added = json.loads(channel.recv_bytes())
         signal.setitimer(signal.ITIMER_REAL, limits["step_seconds"] + spare)
         started = time.monotonic()
-        answer = _step(matcher, message)
+        matcher.rollback(back)
+        matcher.consume_tokens(added)
+        answer = _mask(matcher)
         if matcher.is_error():  # it cannot be used any more
             matcher = first.deep_copy()
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -84,24 +81,12 @@ def _matcher(schema: str, tokens: Any) -> Any:
     return library(tokens, grammar, log_level=0, limits=limits)
 
 
-def _step(matcher: Any, message: bytes) -> bytes:
-    """Roll back and append tokens; return the mask after them, or an error."""
-    back, *tokens = json.loads(message)
-    if (back and not matcher.rollback(back)) or not matcher.consume_tokens(tokens):
-        return _failed(matcher)
-    return _mask(matcher)
-
-
 def _mask(matcher: Any) -> bytes:
-    """Return an answer: whether the text may end, and a bit for each token id."""
+    """Return whether the text may end, and a bit for each token id; or an error."""
     bits = matcher.compute_bitmask()
-    if matcher.is_error():
-        return _failed(matcher)
+    if matcher.is_error():  # since this call, or an earlier one
+        return FAILED + str(matcher.get_error()).encode()
     return MASK + bytes([matcher.is_accepting()]) + bytes(bits)
-
-
-def _failed(matcher: Any) -> bytes:
-    return FAILED + str(matcher.get_error()).encode()
 
 
 def _limit_memory(most: int) -> None:
@@ -136,29 +121,18 @@ def _child(descriptor: int, tokens: Any, limits: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def _ended(process: int, children: set[int]) -> int:
-    """Kill a child of this process and return its wait status; 0 for other ids."""
-    if process not in children:
-        return 0
-    children.discard(process)
-    os.kill(process, signal.SIGKILL)  # a child that has ended keeps its status
-    return os.waitpid(process, 0)[1]
-
-
-def _serve(control: Connection, tokens: Any, limits: dict[str, Any]) -> None:
-    children: set[int] = set()
-    while True:
-        command = control.recv_bytes()
-        if command != FORK:
-            control.send_bytes(b"%d" % _ended(int(command), children))
-            continue
-        descriptor = recv_handle(control)
-        if (child := os.fork()) == 0:
-            control.close()
-            _child(descriptor, tokens, limits)
-        children.add(child)
-        os.close(descriptor)
-        control.send_bytes(b"%d" % child)
+def _execute(control: Connection, tokens: Any, limits: dict[str, Any]) -> int:
+    """Execute the next command, and return the number for the server."""
+    command = control.recv_bytes()
+    if command != FORK:
+        os.kill(int(command), signal.SIGKILL)  # a child that has ended keeps its id
+        return os.waitpid(int(command), 0)[1]
+    descriptor = recv_handle(control)
+    if (child := os.fork()) == 0:
+        control.close()
+        _child(descriptor, tokens, limits)
+    os.close(descriptor)
+    return child
 
 
 def main() -> None:
@@ -176,7 +150,8 @@ def main() -> None:
     control.send_bytes(b"ready")
     del tokenizer
     with suppress(EOFError, ConnectionError):
-        _serve(control, tokens, settings["limits"])
+        while True:
+            control.send_bytes(b"%d" % _execute(control, tokens, settings["limits"]))
     os.killpg(0, signal.SIGKILL)  # ends all children and this process
 
 

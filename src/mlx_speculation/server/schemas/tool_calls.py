@@ -1,10 +1,8 @@
 """The grammar of one tool call in the format of Hermes chat templates.
 
-    <tool_call>
-    {"name": "weather", "arguments": {"city": "Oslo"}}
-    </tool_call>
-
-Other formats of calls, such as Python or XML, have no grammar here.
+<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo"}}
+</tool_call>
 """
 
 import json
@@ -15,11 +13,8 @@ from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.schemas.template_process import LARK
 
 # Whitespace as in the templates: the model was trained on it.
-SPACING = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
+SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
+SPACING = {"whitespace_flexible": False, **SEPARATORS}
 
 
 def call_grammar(
@@ -28,7 +23,7 @@ def call_grammar(
     parser: Any,  # the tokenizer's parser of calls
     marks: tuple[str, str],  # the texts before and after a call
 ) -> str:
-    """Return the grammar of a call of one of these functions, for `SchemaCompilers`.
+    """Return the grammar of a call of one function, for `SchemaCompilers`.
 
     Raises:
         ApiError: the model writes its calls in another format.
@@ -42,8 +37,8 @@ def call_grammar(
             "tool_choice",
         )
     begin, end = (_literal(text, tokenizer) for text in marks)
-    rules = [f'start: {begin} "\\n" call "\\n" {end}']
-    rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+    names = " | ".join(f"call_{i}" for i in range(len(functions)))
+    rules = [f'start: {begin} "\\n" call "\\n" {end}', f"call: {names}"]
     for i, each in enumerate(functions):
         head = f'{{"name": {json.dumps(each["name"])}, "arguments": '
         arguments = {"type": "object", **(each.get("parameters") or {})}
