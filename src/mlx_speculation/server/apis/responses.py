@@ -209,7 +209,7 @@ def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
                 ]
             case _:
                 said = [item.block] if isinstance(item, CallItem) else item.content
-                conversation.assistant([*said, *thoughts], where, joined=True)
+                conversation.assistant([*said, *thoughts], where, join=True)
                 thoughts = []
     return conversation
 

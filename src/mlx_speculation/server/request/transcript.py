@@ -11,8 +11,7 @@ Chat templates differ in more than this: see `prompts`.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -21,7 +20,6 @@ from mlx_speculation.json_files import JsonFlawError, parse_json
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.content import (
-    EMPTY,
     Block,
     DocumentBlock,
     ImageBlock,
@@ -63,7 +61,11 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
 
 
 class Conversation:
-    """Takes messages one by one; contents are the blocks of any API."""
+    """Takes messages one by one; contents are the blocks of any API.
+
+    `where` is the field of a content, for errors. All methods raise ApiError for a
+    block or an image that is not allowed there.
+    """
 
     def __init__(
         self,
@@ -73,36 +75,40 @@ class Conversation:
     ) -> None:
         self._settings, self._between, self._images = settings, between, 0
         self._deferred = {tool["function"]["name"]: tool for tool in deferred}
-        self._messages: list[Message] = []
         self._called: set[str] = set()  # ids of all calls
+        self._system: list[str] = []
+        self._turns: list[Message] = []
+        self._results: list[Message] = []  # of tools, after the last turn
+        self._reminds = False  # whether the last turn holds reminders only
 
     def system(self, blocks: Sequence[Block], where: str) -> None:
         """Add the first or a later system message, without a client's billing line."""
         parts = self._parts(blocks, where)
         texts = [BILLING.sub("", part.get("text", "")) for part in parts]
         between = "\n\n" if self._between else ""
-        self._add("system", between.join(text for text in texts if text))
+        text = between.join(text for text in texts if text)
+        if text and (self._turns or self._results):
+            self._add("user", REMINDER.format(text), join=True, reminds=True)
+        elif text:
+            self._system.append(text)
 
     def user(self, blocks: Sequence[Block], where: str, name: str = "") -> None:
-        """Add a turn of the user: the results of tools first.
-
-        Raises:
-            ApiError: a result has no call before it.
-        """
-        rest = [None if isinstance(each, ResultBlock) else each for each in blocks]
+        """Add a turn of the user: the results of tools first."""
+        only_results = False
         for i, block in enumerate(blocks):
             if not isinstance(block, ResultBlock):
                 continue
-            if block.tool_use_id not in self._called:
+            only_results, call, place = True, block.tool_use_id, f"{where}[{i}]"
+            if call not in self._called:
                 raise invalid(
-                    f"{where}[{i}] is the result of {block.tool_use_id[:200]!r}, and "
-                    "no tool_use before it has that id.",
-                    f"{where}[{i}]",
+                    f"{place} is the result of {call[:200]!r}, and no tool_use before "
+                    "it has that id.",
+                    place,
                 )
-            place, failed = f"{where}[{i}].content", block.is_error
-            self.result(block.tool_use_id, block.content, place, failed=failed)
-        said = self._parts(rest, where)
-        if None not in rest or any(part != EMPTY for part in said):
+            failed = block.is_error
+            self.result(call, block.content, f"{place}.content", failed=failed)
+        said = self._content(self._parts(blocks, where, without=(ResultBlock,)))
+        if said or not only_results:
             self._add("user", said, name=name)
 
     def assistant(
@@ -110,14 +116,12 @@ class Conversation:
         blocks: Sequence[Block],
         where: str,
         *,
-        joined: bool = False,  # to the message before, if that is the model's too
+        join: bool = False,  # to the message before, if that is the model's too
     ) -> None:
         """Add a turn of the model: texts, thinking and calls."""
-        other = (ThinkingBlock, UseBlock)
-        said = [None if isinstance(each, other) else each for each in blocks]
-        text = "".join(part.get("text", "") for part in self._parts(said, where))
+        parts = self._parts(blocks, where, without=(ThinkingBlock, UseBlock))
         thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
-        calls: list[dict[str, Any]] = [
+        calls = [
             {
                 "id": each.id,
                 "type": "function",
@@ -126,15 +130,10 @@ class Conversation:
             for each in blocks
             if isinstance(each, UseBlock)
         ]
-        self._called |= {call["id"] for call in calls}
+        self._called |= {each.id for each in blocks if isinstance(each, UseBlock)}
+        said = "".join(part.get("text", "") for part in parts)
         more = {"reasoning_content": "".join(thoughts), "tool_calls": calls}
-        last = self._messages[-1] if self._messages else {}
-        if joined and last.get("role") == "assistant":
-            last["content"] = self._joined([last["content"], text])
-            for name, value in more.items():
-                last[name] += value
-        else:
-            self._add("assistant", text, **more)
+        self._add("assistant", said, join=join, between=self._between, **more)
 
     def result(
         self,
@@ -145,28 +144,48 @@ class Conversation:
         *,
         failed: bool = False,
     ) -> None:
-        """Add the result of a tool."""
-        parts = self._parts(blocks, where, result=True)
+        """Add the result of a tool; a text replaces an image that no model reads."""
+        parts = self._parts(blocks, where, noted=not self._settings.reads_images)
         if failed and not any(part.get("text") for part in parts):
             parts.append({"type": "text", "text": "Error"})
-        self._add("tool", parts, tool_call_id=call, name=name)
+        content = self._content(parts)
+        self._results.append(_message("tool", content, tool_call_id=call, name=name))
+
+    def chat(self, tools: Sequence[Tool], template_args: dict[str, Any]) -> Chat:
+        """Return all messages in order, with the images of their parts."""
+        self._end_results()
+        if self._system:
+            self._turns.insert(0, _message("system", "\n\n".join(self._system)))
+        contents = [each["content"] for each in self._turns]
+        parts = [part for each in contents if isinstance(each, list) for part in each]
+        return Chat(
+            messages=tuple(self._turns),
+            tools=tuple(tools),
+            deferred=tuple(self._deferred.values()),
+            template_args=template_args,
+            images=tuple(part.pop("data") for part in parts if "data" in part),
+        )
 
     def _parts(
-        self, blocks: Sequence[Block | None], where: str, *, result: bool = False
+        self,
+        blocks: Sequence[Block],
+        where: str,
+        *,
+        without: tuple[type, ...] = (),  # kinds of blocks that are left out
+        noted: bool = False,  # whether texts replace images
     ) -> list[Part]:
-        """Return blocks as text and image parts; blocks that are None are left out."""
+        """Return blocks as text and image parts."""
         parts = []
         for i, block in enumerate(blocks):
-            if isinstance(block, ImageBlock) and (
-                self._settings.reads_images or not result
-            ):
-                place = f"{where}[{i}]"
+            place = f"{where}[{i}]"
+            if isinstance(block, without):
+                continue
+            if isinstance(block, ImageBlock) and not noted:
                 part = image_part(block.url, place, self._settings, self._images)
                 self._images += 1
-                parts.append(part)
-            elif block is not None:
-                text = self._text(block, f"{where}[{i}]")
-                parts.append({"type": "text", "text": text})
+            else:
+                part = {"type": "text", "text": self._text(block, place)}
+            parts.append(part)
         return parts
 
     def _text(self, block: Block, where: str) -> str:
@@ -190,83 +209,54 @@ class Conversation:
         texts += [self._text(each, where) for each in block.content]
         return "\n".join(text for text in texts if text)
 
-    def chat(self, tools: Sequence[Tool], template_args: dict[str, Any]) -> Chat:
-        """Return all messages in order, with the images of their parts."""
-        images: list[Any] = []
-        placed: list[Message] = []
-        for message in _with_reminders(self._sorted()):
+    def _content(self, parts: list[Part]) -> Content:
+        if any(part["type"] == "image" for part in parts):
+            return parts
+        return self._between.join(part["text"] for part in parts if part["text"])
+
+    def _add(
+        self,
+        role: str,
+        content: Content,
+        *,
+        join: bool = False,  # to the turn before, if that has the same role
+        between: str = "\n",
+        reminds: bool = False,
+        **more: Any,
+    ) -> None:
+        """Add a turn; one of reminders only is joined to the next turn of the user."""
+        self._end_results()
+        last = self._turns[-1] if self._turns else {"role": None}
+        message = _message(role, content, **more)
+        if last["role"] == role and (join or self._reminds):
+            self._turns[-1] = joined(last, message, between)
+            self._reminds &= reminds
+        else:
+            self._turns.append(message)
+            self._reminds = reminds
+
+    def _end_results(self) -> None:
+        """Add results in the order of their calls, then a user turn of their images."""
+        if not self._results:
+            return
+        calls = self._turns[-1].get("tool_calls", ()) if self._turns else ()
+        order = {call["id"]: place for place, call in enumerate(calls)}
+        self._results.sort(key=lambda it: order.get(it.get("tool_call_id"), len(order)))
+        images: list[Part] = []
+        for message in self._results:
             content = message["content"]
             if isinstance(content, list):
-                images += [part.pop("data") for part in content if "data" in part]
-            more = {name: value for name, value in message.items() if value}
-            placed.append({**more, "content": content})
-        return Chat(
-            messages=tuple(placed),
-            tools=tuple(tools),
-            deferred=tuple(self._deferred.values()),
-            template_args=template_args,
-            images=tuple(images),
-        )
-
-    def _add(self, role: str, content: Content, **more: Any) -> None:
-        if isinstance(content, list) and not any(p["type"] == "image" for p in content):
-            content = self._joined([part["text"] for part in content])
-        self._messages.append({"role": role, "content": content, **more})
-
-    def _joined(self, texts: Sequence[str]) -> str:
-        return self._between.join(text for text in texts if text)
-
-    def _sorted(self) -> Iterator[Message]:
-        """Yield the messages with each run of results in the order of its calls."""
-        order: dict[str, int] = {}
-        for of_tools, run in groupby(self._messages, lambda m: m["role"] == "tool"):
-            if of_tools:
-                last = len(order)
-                placed = sorted(run, key=lambda m: order.get(m["tool_call_id"], last))
-                yield from _without_images(placed)
-                continue
-            for message in run:
-                calls = message.get("tool_calls", ())
-                order = {call["id"]: place for place, call in enumerate(calls)}
-                yield message
+                images += [part for part in content if part["type"] == "image"]
+                texts = [part["text"] for part in content if part["type"] == "text"]
+                message["content"] = "\n".join(texts) or "The image follows."
+        seen = [_message("user", images)] if images else []
+        self._turns += [*self._results, *seen]
+        self._results, self._reminds = [], False
 
 
-def _without_images(results: Sequence[Message]) -> Iterator[Message]:
-    """Yield results as texts, then a user turn with their images."""
-    images: list[Part] = []
-    for message in results:
-        content = message["content"]
-        if isinstance(content, list):
-            texts = [part["text"] for part in content if part["type"] == "text"]
-            images += [part for part in content if part["type"] == "image"]
-            content = "\n".join(texts) or "The image follows."
-        yield {**message, "content": content}
-    if images:
-        yield {"role": "user", "content": images}
-
-
-def _with_reminders(messages: Iterator[Message]) -> list[Message]:
-    """Return messages with one system message; later ones become reminders."""
-    leading: list[str] = []
-    turns: list[Message] = []
-    reminds = False  # whether the last turn holds reminders only
-    for message in messages:
-        reminder = message["role"] == "system"
-        if reminder:
-            text = message["content"]
-            if not turns or not text:
-                leading += [text] if text else []
-                continue
-            message = {"role": "user", "content": REMINDER.format(text)}
-        both_users = turns and turns[-1]["role"] == message["role"] == "user"
-        if both_users and (reminder or reminds):
-            turns[-1] = joined(turns[-1], message)
-            reminds &= reminder
-        else:
-            turns.append(message)
-            reminds = reminder
-    system = {"role": "system", "content": "\n\n".join(leading)}
-    return [system, *turns] if leading else turns
+def _message(role: str, content: Content, **more: Any) -> Message:
+    given = {name: value for name, value in more.items() if value}
+    return {"role": role, "content": content, **given}
 
 
 def joined(first: Message, second: Message, between: str = "\n") -> Message:
@@ -276,9 +266,9 @@ def joined(first: Message, second: Message, between: str = "\n") -> Message:
         content: Content = between.join(text for text in contents if text)
     else:
         content = [part for each in contents for part in parts_of(each)]
-    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
-    more = {"tool_calls": calls} if calls else {}
-    return {**first, **second, "content": content, **more}
+    added = first.keys() & second.keys() & {"reasoning_content", "tool_calls"}
+    sums = {name: first[name] + second[name] for name in added}
+    return {**first, **second, "content": content, **sums}
 
 
 def parts_of(content: Content) -> list[Part]:
