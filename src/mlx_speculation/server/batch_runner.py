@@ -5,6 +5,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.engine import SpeculativeGenerator
@@ -40,14 +42,14 @@ class Rows:
         self._settings, self._metrics, self._done = settings, metrics, done
         length = settings.limits.model_len or generator.context_length or sys.maxsize
         self._positions = position_table(generator.model) or sys.maxsize
-        # The maximum number of tokens of a prompt and its text together
-        self.longest = min(length, self._positions)
+        self.longest = min(length, self._positions)  # tokens of a prompt and its text
         members = () if generator.draft is None else generator.draft.members()
         # Whether a lookup is among the drafters; no other drafter uses a prediction.
         self._predicts = any(each.free for each in members)
         self._kv = settings.kv.limits()
         limited(generator.model, sys.maxsize, **self._kv)  # raises before any request
-        self._batch = BatchGenerator(generator, max_rows=settings.max_rows)
+        self._make = partial(BatchGenerator, generator, max_rows=settings.max_rows)
+        self._batch = self._make()
         self._jobs: dict[int, Job] = {}
 
     def __len__(self) -> int:
@@ -94,24 +96,24 @@ class Rows:
     def round(self) -> None:
         """Remove cancelled and late requests, and run a round of the rest.
 
-        An error ends all requests and is passed to each of them; a new batch is made.
+        An error ends all requests, and a new batch is made.
         """
         try:
             for uid, job in tuple(self._jobs.items()):
-                if job.cancelled or job.late:
-                    self._remove(uid)
-            if not self._jobs:
-                return
-            pieces: dict[int, list[BatchResponse]] = {}
-            for one in self._batch.next():
-                pieces.setdefault(one.uid, []).append(one)
-            for uid, responses in pieces.items():
-                self._hand_out(uid, responses)
+                if job.cancelled:
+                    self._metrics.add("requests_cancelled")
+                elif job.late:
+                    began = bool(job.reading or job.began)
+                    job.put(late(self._settings.limits.seconds, began=began))
+                else:
+                    continue
+                self._let_go(uid)
+            responses = self._batch.next() if self._jobs else ()
+            for uid, group in groupby(responses, lambda one: one.uid):
+                self._hand_out(uid, [*group])
         except Exception as error:
             self.end(as_api_error(error))
-            self._batch = BatchGenerator(
-                self.generator, max_rows=self._settings.max_rows
-            )
+            self._batch = self._make()
 
     def end(self, why: ApiError) -> None:
         """End all requests."""
@@ -173,16 +175,6 @@ class Rows:
         if LOG.isEnabledFor(logging.INFO):
             LOG.info("%s", _line(job, result))
         return result
-
-    def _remove(self, uid: int) -> None:
-        """End a row whose client has gone, or whose time is over."""
-        job = self._jobs[uid]
-        if job.cancelled:
-            self._metrics.add("requests_cancelled")
-        else:
-            began = bool(job.reading or job.began)
-            job.put(late(self._settings.limits.seconds, began=began))
-        self._let_go(uid)
 
 
 class TokenTexts:

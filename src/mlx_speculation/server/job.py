@@ -10,6 +10,7 @@ job.cancel()         ->        removes the request before the next round
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ class Job:
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    async def next(self, seconds: float, check: Any) -> Event | None:
+    async def next(self, seconds: float, check: Callable[[], None]) -> Event | None:
         """Return the next event; None: none came within `seconds`.
 
         Raises:

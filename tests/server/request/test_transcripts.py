@@ -15,9 +15,8 @@ from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.apis.chat_completions import ChatBody, chat_request
 from mlx_speculation.server.apis.messages import CountBody, messages_request
 from mlx_speculation.server.apis.responses import ResponsesBody, responses_request
-from mlx_speculation.server.prompts.fitted import fitted
+from mlx_speculation.server.prompts.fitted import Traits, fitted
 from mlx_speculation.server.prompts.rendering import ChatTemplate
-from mlx_speculation.server.prompts.traits import Traits
 from mlx_speculation.server.request.request import Chat, GenerationRequest
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.processes.servers import read_body

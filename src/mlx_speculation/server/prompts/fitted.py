@@ -4,16 +4,22 @@ system      its text is put in front of the first user turn
 tools       the system message describes them, and calls and results are texts, in the
             form that models of the Hermes kind were trained on
 neighbours  adjacent messages of one role are joined, so that user and model take turns
+
+Short chats are rendered to see what a template supports. It may ignore what it does not
+support, so these probes look for the words of their messages in the rendered text.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_speculation.server.prompts.traits import Message, Traits
-from mlx_speculation.server.request.transcript import joined, parts_of
+from mlx_speculation.server.request.transcript import Message, joined, parts_of
+
+# Renders messages and tools; raises the errors of the template.
+Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 TOOLS = """# Tools
 
@@ -32,6 +38,39 @@ For each function call, return a json object with function name and arguments wi
 CALL = "<tool_call>\n{}\n</tool_call>"
 RESULT = "<tool_response>\n{}\n</tool_response>"
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+USER: Message = {"role": "user", "content": "userprobe"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "toolprobe",
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {"argprobe": {"type": "string"}},
+        },
+    },
+}
+ID = "call_probe0000000001"
+FUNCTION = {"name": "toolprobe", "arguments": {"argprobe": "valueprobe"}}
+CALLS = [{"id": ID, "type": "function", "function": FUNCTION}]
+HISTORY: list[Message] = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    {"role": "tool", "content": "resultprobe", "tool_call_id": ID},
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Features of a chat template."""
+
+    system: bool = True  # renders messages of the role system
+    neighbours: bool = True  # renders two adjacent messages of one role
+    tools: bool = True  # renders descriptions of tools
+    calls: bool = True  # renders tool calls, and results of the role tool
+    text_arguments: bool = False  # needs arguments of calls as JSON text, not objects
+    short_ids: bool = False  # needs call ids of nine letters and digits
 
 
 def fitted(
@@ -98,14 +137,14 @@ def _short(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
-def _without_system(messages: Sequence[Message]) -> list[Message]:
+def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
     if not messages or messages[0]["role"] != "system":
-        return list(messages)
-    text, rest = messages[0]["content"], list(messages[1:])
+        return messages
+    first, *rest = messages
+    first = {**first, "role": "user"}
     if rest and rest[0]["role"] == "user":
-        first = joined({"role": "user", "content": text}, rest[0], "\n\n")
-        return [first, *rest[1:]]
-    return [{"role": "user", "content": text}, *rest]
+        return [joined(first, rest[0], "\n\n"), *rest[1:]]
+    return [first, *rest]
 
 
 def _taking_turns(messages: Sequence[Message]) -> list[Message]:
@@ -125,3 +164,37 @@ def _taking_turns(messages: Sequence[Message]) -> list[Message]:
         else:
             turns.append(message)
     return turns
+
+
+def probed(render: Render, *, has_tool_calls: bool) -> Traits:
+    """Return a template's traits; `has_tool_calls`: calls can be read in answers."""
+
+    def shown(messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        try:
+            return render([*messages], [*tools] or None)
+        except Exception:  # a template may raise any error
+            return ""
+
+    system = {"role": "system", "content": "systemprobe"}
+    two = [USER, {"role": "user", "content": "secondprobe"}]
+    tools = has_tool_calls and "toolprobe" in shown([USER], [TOOL])
+    kinds = (
+        Traits(short_ids=short, text_arguments=text)
+        for short in (False, True)
+        for text in (False, True)
+        if tools
+    )
+    seen = ((kind, shown(fitted(HISTORY, [TOOL], kind), [TOOL])) for kind in kinds)
+    return replace(
+        next((kind for kind, text in seen if _whole(text)), Traits(calls=False)),
+        system="systemprobe" in shown([system, USER]),
+        neighbours="secondprobe" in shown(two),
+        tools=tools,
+    )
+
+
+def _whole(seen: str) -> bool:
+    """Return whether a rendered text shows a call, and its arguments as JSON."""
+    whole = all(word in seen for word in ("valueprobe", "argprobe", "resultprobe"))
+    # A template that concatenates an object renders Python's form of it.
+    return whole and "'argprobe'" not in seen and '{\\"argprobe' not in seen

@@ -1,6 +1,6 @@
 """Token ids of a chat, the state in which its answer begins, and the answer's marks.
 
-`prompts/__init__.py` does not import this module, which imports mlx-lm's whole server.
+This module imports mlx-lm's whole server.
 """
 
 import threading
@@ -15,12 +15,11 @@ from mlx_lm.tool_parsers import json_tools
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.server.answer_parts import NORMAL, REASONING, Marks
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.prompts.fitted import fitted
-from mlx_speculation.server.prompts.traits import Message, Traits, probed
+from mlx_speculation.server.prompts.fitted import Traits, fitted, probed
 from mlx_speculation.server.request.request import Chat
+from mlx_speculation.server.request.transcript import Message
 
-# Chats with more characters than this, whose encoding may take seconds, wait for each
-# other alone; all other chats do not wait for them.
+# Encoding a chat with more characters takes seconds; other chats do not wait for it.
 LONG_CHAT = 300_000
 
 
@@ -31,8 +30,15 @@ class ChatTemplate:
         self._tokenizer, self._args = tokenizer, args
         self._lock, self._lock_of_long = threading.Lock(), threading.Lock()
         self._has_template = bool(tokenizer.has_chat_template)
-        # If a template does not support tools, the system message describes them.
-        calls = tokenizer if tokenizer.has_tool_calling else _Described(tokenizer)
+        calls = tokenizer
+        if not tokenizer.has_tool_calling:  # the system message describes the tools
+            calls = TokenizerWrapper(
+                tokenizer._tokenizer,
+                tool_call_start=json_tools.tool_call_start,
+                tool_call_end=json_tools.tool_call_end,
+                tool_parser=json_tools.parse_tool_call,
+                response_format={"transitions": tokenizer.response_transitions},
+            )
         self.tool_parser = calls.tool_parser  # reads calls in answers
         self.call_marks = calls.tool_call_start, calls.tool_call_end
         self._plain, self._with_calls = _marks(tokenizer), _marks(calls)
@@ -78,12 +84,11 @@ class ChatTemplate:
     def state_after(self, tokens: list[int]) -> str:
         """Return the state of `answer_parts` in which an answer begins."""
         tokenizer = self._tokenizer
-        state = NORMAL
-        if tokenizer.has_thinking:
-            start = tokenizer.rfind_think_start(tokens)
-            if start > tokenizer.rfind_think_end(tokens):
-                state = REASONING
-        return str(tokenizer.response_initial_state or state)
+        thinks = tokenizer.has_thinking and (
+            tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+        )
+        usual = REASONING if thinks else NORMAL
+        return str(tokenizer.response_initial_state or usual)
 
     def _text(self, messages: list[Message], tools: Any) -> str:
         return str(
@@ -95,21 +100,6 @@ class ChatTemplate:
                 **self._args,
             )
         )
-
-
-class _Described:
-    """A tokenizer whose template has no tools, with the marks of JSON calls."""
-
-    has_tool_calling = True
-    tool_call_start = json_tools.tool_call_start
-    tool_call_end = json_tools.tool_call_end
-    tool_parser = staticmethod(json_tools.parse_tool_call)
-
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
 
 
 def refused(error: Exception) -> ApiError:
@@ -125,13 +115,12 @@ def refused(error: Exception) -> ApiError:
 
 def _marks(tokenizer: Any) -> Marks:
     """Return mlx-lm's state machine for answers, and all marks that it looks for."""
-    edges = [
-        mark for edges in tokenizer.response_transitions.values() for mark, _ in edges
-    ]
-    ends = (
+    transitions = tokenizer.response_transitions.values()
+    marks = (
         *(tokenizer.think_start, tokenizer.think_end),
         *(tokenizer.tool_call_start, tokenizer.tool_call_end),
+        *(tokenizer.structural_markers or ()),
+        *(mark for edges in transitions for mark, _ in edges),
     )
-    marks = (*ends, *(tokenizer.structural_markers or ()), *edges)
     machine = make_text_state_machine(tokenizer)
     return Marks(machine, tuple(mark for mark in marks if mark))

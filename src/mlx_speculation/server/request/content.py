@@ -1,7 +1,6 @@
 """Contents of messages as pydantic models: the parts and blocks of all APIs.
 
-A text counts as a list with one text block. Blocks that belong to a provider's own
-servers become empty texts, so that other blocks keep their index.
+Blocks of a provider's own servers become empty texts: other blocks keep their index.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 def _blocks(given: Any) -> Any:
     if isinstance(given, str):
-        return [{"type": "text", "text": given}]
+        return [{**EMPTY, "text": given}]
     if not isinstance(given, list):
         return [] if given is None else given
     return [_block(each) if isinstance(each, Mapping) else each for each in given]
@@ -30,7 +29,7 @@ def _blocks(given: Any) -> Any:
 def _block(given: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = str(given.get("type"))
     if kind == "compaction":  # a summary of earlier turns; null: none was made
-        return {"type": "text", "text": given.get("content") or ""}
+        return {**EMPTY, "text": given.get("content") or ""}
     dropped = kind in DROPPED or kind.endswith("_tool_result")
     return EMPTY if dropped else given
 
@@ -39,12 +38,7 @@ class TextBlock(RequestModel):
     """A text, a refusal, or a text of reasoning."""
 
     type: Literal[
-        "text",
-        "input_text",
-        "output_text",
-        "summary_text",
-        "reasoning_text",
-        "refusal",
+        "text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"
     ]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
@@ -75,30 +69,23 @@ class ReferenceBlock(RequestModel):
 
 
 class DocumentBlock(RequestModel):
-    """A document of plain text."""
+    """A document of plain text, or a result of a search."""
 
-    type: Literal["document"]
-    title: Loose = ""
-    content: "Content"
-
-    @classmethod
-    def check_names(cls, values: Object) -> None:
-        """Set `content` from `source`."""
-        source = values.get("source")
-        source = source if isinstance(source, Mapping) else {}
-        field = {"text": "data", "content": "content"}.get(str(source.get("type")))
-        values["content"] = source.get(field)
-        if values["content"] is None:
-            raise ValueError("only plain text is supported, no PDFs and no files")
-
-
-class SearchBlock(RequestModel):
-    """A result of a search."""
-
-    type: Literal["search_result"]
+    type: Literal["document", "search_result"]
     title: Loose = ""
     source: Loose = ""
     content: "Content" = Field([])
+
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Set the `content` of a document from its `source`."""
+        source = values.get("source")
+        if values.get("type") == "document":
+            source = source if isinstance(source, Mapping) else {}
+            field = {"text": "data", "content": "content"}.get(str(source.get("type")))
+            values["content"] = source.get(field)
+            if values["content"] is None:
+                raise ValueError("only plain text is supported, no PDFs and no files")
 
 
 class ThinkingBlock(RequestModel):
@@ -131,7 +118,6 @@ Block = (
     | ImageBlock
     | ReferenceBlock
     | DocumentBlock
-    | SearchBlock
     | ThinkingBlock
     | UseBlock
     | ResultBlock

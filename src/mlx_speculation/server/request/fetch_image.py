@@ -8,9 +8,8 @@ A client could make the server ask other machines, so requests are limited:
     size     bytes, counted while they are read
     time     seconds from the look-up of the host to the last byte
 
-The host is resolved once, and the socket is opened to an address that was checked: if
-the host resolves to another address a moment later, that has no effect. Proxies of the
-environment are not used. Decoding, not Content-Type, shows if the bytes are an image.
+The host is resolved once, and the socket is opened to an address that was checked.
+Proxies of the environment are not used.
 """
 
 import ipaddress
@@ -42,16 +41,14 @@ def fetch_image(url: str, limits: Limits, *, private: bool = False) -> bytes:
     parts = _checked_url(url)
     deadline = time.monotonic() + limits.fetch_seconds
     try:
-        port = parts.port or _PORTS[parts.scheme]
-        addresses = _addresses(parts.hostname or "", port, private=private)
-        with _socket_to(addresses, port, parts, deadline) as opened:
+        with _socket_to(parts, deadline, private=private) as opened:
             result = _body(opened, parts, limits.image_bytes)
         if time.monotonic() >= deadline:  # a cut connection looks like an ended answer
             raise TimeoutError
         return result
+    except InvalidRequestError:
+        raise
     except (OSError, HTTPException, ValueError) as error:
-        if isinstance(error, InvalidRequestError):
-            raise
         text = " ".join(str(error).split()).rstrip(".")
         why = text[:80] or type(error).__name__
         if time.monotonic() >= deadline:
@@ -63,10 +60,7 @@ def fetch_image(url: str, limits: Limits, *, private: bool = False) -> bytes:
 
 
 def is_public(address: Address) -> bool:
-    """Return whether an address belongs to the public Internet.
-
-    An IPv6 address that embeds an IPv4 address is public if the latter is.
-    """
+    """Return whether an address, or the IPv4 address embedded in it, is public."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address in _NAT64:
@@ -113,21 +107,21 @@ def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
 
 @contextmanager
 def _socket_to(
-    addresses: list[Address], port: int, parts: SplitResult, deadline: float
+    parts: SplitResult, deadline: float, *, private: bool
 ) -> Iterator[socket.socket]:
-    """Open a connection to the first address that answers.
+    """Open a connection to the first address that answers, and cut it at the deadline.
 
-    At the deadline the connection is cut: the timeout of a single read would never
-    expire if the server sends a byte now and then.
+    The timeout of a read would never expire if the server sends a byte now and then.
     """
+    host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     with ExitStack() as stack:
+        addresses = _addresses(host, port, private=private)
         opened = stack.enter_context(_connected(addresses, port, deadline))
         if parts.scheme == "https":
-            opened.settimeout(max(0.001, deadline - time.monotonic()))
-            secured = _context().wrap_socket(opened, server_hostname=parts.hostname)
+            opened.settimeout(_left(deadline))
+            secured = _context().wrap_socket(opened, server_hostname=host)
             opened = stack.enter_context(secured)
-        left = max(0.0, deadline - time.monotonic())
-        cut = threading.Timer(left, _cut, [opened])
+        cut = threading.Timer(_left(deadline), _cut, [opened])
         cut.daemon = True
         cut.start()
         stack.callback(cut.cancel)
@@ -137,21 +131,24 @@ def _socket_to(
 def _connected(addresses: list[Address], port: int, deadline: float) -> socket.socket:
     error: OSError = TimeoutError()
     for address in addresses:
-        left = max(0.001, deadline - time.monotonic())
         try:
-            return socket.create_connection((str(address), port), timeout=left)
+            return socket.create_connection((str(address), port), _left(deadline))
         except OSError as failed:
             error = failed
     raise error
 
 
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
 def _context() -> ssl.SSLContext:
     """Return a TLS context with the authorities of certifi, or of the system."""
-    try:
+    with suppress(ImportError):
         import certifi
-    except ImportError:
-        return ssl.create_default_context()
-    return ssl.create_default_context(cafile=certifi.where())
+
+        return ssl.create_default_context(cafile=certifi.where())
+    return ssl.create_default_context()
 
 
 def _cut(opened: socket.socket) -> None:

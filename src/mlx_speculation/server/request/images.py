@@ -1,9 +1,9 @@
 """The images of a chat: data URLs, files under the allowed folder, and fetched URLs.
 
-Nothing is fetched unless fetching is switched on. If an image is too large, of an
-unknown format or outside of the folder, the error names its part of the request.
+Nothing is fetched unless fetching is switched on.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -18,6 +18,9 @@ from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.fetch_image import fetch_image
 
+# The scheme of a file of this machine; no host but localhost
+LOCAL = re.compile(r"file:(//(localhost)?/|(?!//))", re.IGNORECASE)
+
 
 def image_part(
     url: str,
@@ -25,31 +28,34 @@ def image_part(
     settings: Settings,
     count: int,  # number of images before it
 ) -> dict[str, Any]:
-    """Return an image as a part of a content; its bytes are not decoded yet."""
+    """Return an image as a part of a content; its bytes are not decoded yet.
+
+    Raises:
+        ApiError: the image at `where` is one too many, too large or not allowed.
+    """
+    limits = settings.limits
     if not settings.reads_images:
         raise invalid(
             f"{where} is an image, but the model served here reads text only. Leave "
             "images out, or serve a vision model.",
             where,
         )
-    if count >= settings.limits.images:
+    if count >= limits.images:
         raise invalid(
-            f"A request may have at most {settings.limits.images} images. Send fewer, "
-            "or start the server with a larger --max-images.",
+            f"A request may have at most {limits.images} images. Send fewer, or start "
+            "the server with a larger --max-images.",
             "messages",
         )
-    return {"type": "image", "data": _bytes_of(url, where, settings)}
-
-
-def _bytes_of(url: str, where: str, settings: Settings) -> bytes:
     try:
         if url.startswith("data:"):
-            return data_of_url(url, _limits(settings))
-        if settings.fetch_images and url.lower().startswith(("http://", "https://")):
-            return fetch_image(url, settings.limits, private=settings.fetch_private)
-        return _read(url, where, settings)
+            data = data_of_url(url, _limits(settings))
+        elif settings.fetch_images and url.lower().startswith(("http://", "https://")):
+            data = fetch_image(url, limits, private=settings.fetch_private)
+        else:
+            data = _read(url, where, settings)
     except InvalidRequestError as error:
         raise invalid(f"{where}: {error}", where) from error
+    return {"type": "image", "data": data}
 
 
 def opened(images: Sequence[bytes], settings: Settings) -> tuple[Any, ...]:
@@ -71,25 +77,21 @@ def _limits(settings: Settings) -> ImageLimits:
 
 def _read(url: str, where: str, settings: Settings) -> bytes:
     """Return the bytes of a file under the allowed folder."""
-    folder, parts = settings.image_folder, urlsplit(url)
-    if (
-        folder is None
-        or parts.scheme != "file"
-        or parts.netloc not in ("", "localhost")
-    ):
-        known = ["a data URL"]
-        if folder is not None:
-            known.append("a file:// URL under the allowed folder")
-        if settings.fetch_images:
-            known.append("an http:// or https:// URL")
+    folder = settings.image_folder
+    if folder is None or not LOCAL.match(url):
+        known = {
+            "a data URL": True,
+            "a file:// URL under the allowed folder": folder is not None,
+            "an http:// or https:// URL": settings.fetch_images,
+        }
+        allowed = ", or ".join(kind for kind, may in known.items() if may)
         raise invalid(
-            f"{where} is {url[:60]!r}, which is not allowed. It must be "
-            f"{', or '.join(known)}.",
+            f"{where} is {url[:60]!r}, which is not allowed. It must be {allowed}.",
             where,
         )
     try:
         root = folder.resolve()
-        path = (root / unquote(parts.path)).resolve()  # follows links
+        path = (root / unquote(urlsplit(url).path)).resolve()  # follows links
         inside = path.is_relative_to(root)
         if inside and path.is_file():  # no device, no pipe
             with path.open("rb") as file:

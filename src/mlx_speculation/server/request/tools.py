@@ -1,13 +1,9 @@
 """Tools of a request in the forms of all APIs, and those that have to be called.
 
-    namespace   its tools get flat names, NAMESPACE__NAME, in the chat template; answers
-                give the namespace and the name
-    custom      a tool that takes a text becomes a function with the argument "input"
-    deferred    not in the template's list, but described in a message that refers to it
-    other kinds, which the provider's servers would run, are ignored
-
-Two forms are read alike: {"type": "function", "name": ...} and
-{"type": "function", "function": {"name": ...}}.
+namespace   its tools get flat names, NAMESPACE__NAME, in the chat template
+custom      a tool that takes a text becomes a function with the argument "input"
+deferred    not in the template's list, but described in a message that refers to it
+other kinds, which the provider's servers would run, are ignored
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -84,6 +80,7 @@ class Toolbox:
         self._shown: list[Tool] = []
         self.deferred: list[Tool] = []  # not in the template's list
         self.kinds: dict[str, Kind] = {}  # by the flat names
+        self._functions: dict[str, Function] = {}  # all, by the flat names
         self._passed_over: list[str] = []
         for i, tool in enumerate(given):
             if tool.type == "namespace":
@@ -104,44 +101,37 @@ class Toolbox:
         """
         if not isinstance(choice, Choice):
             choice = Choice.model_validate({"type": choice or "auto"})
-        mode, shown = choice.type, self._shown
-        functions = {
-            tool["function"]["name"]: tool["function"]
-            for tool in (*shown, *self.deferred)
-        }
+        mode, shown, functions = choice.type, self._shown, self._functions
         if mode == "allowed_tools":
-            names = {self._named(each, functions) for each in choice.tools}
+            names = {self._named(each) for each in choice.tools}
             shown = [tool for tool in shown if tool["function"]["name"] in names]
-            functions = {name: functions[name] for name in functions if name in names}
+            functions = {name: it for name, it in functions.items() if name in names}
             mode = choice.mode
         if mode in ("auto", "none"):
             return shown if mode == "auto" else [], None
         if mode not in ("required", "any"):
-            name = self._named(choice, functions, forced=True)
+            name = self._named(choice, forced=True)
             functions = {name: functions[name]}
         if not functions:
             raise self._unknown(mode, functions)
         return shown, [*functions.values()]
 
-    def _named(
-        self, choice: Choice, functions: Collection[str], *, forced: bool = False
-    ) -> str:
+    def _named(self, choice: Choice, *, forced: bool = False) -> str:
         """Return the flat name of a known tool; empty: the tool's kind is ignored."""
         name = flat(choice.name, choice.namespace)
         runs = choice.type in ("function", "custom", "tool")
-        if runs and name in functions:
+        if runs and name in self._functions:
             return name
         if runs or forced:
-            raise self._unknown(name or choice.type, functions)
+            raise self._unknown(name or choice.type, self._functions)
         return ""
 
     def _unknown(self, name: str, functions: Collection[str]) -> ApiError:
         names = ", ".join(map(repr, functions)) or "none"
-        more = f" ({', '.join(map(repr, self._passed_over))}: not run here)"
+        if self._passed_over:
+            names += f" ({', '.join(map(repr, self._passed_over))}: not run here)"
         return invalid(
-            f"tool_choice is {name[:200]!r}, but the tools are: {names}"
-            f"{more if self._passed_over else ''}.",
-            "tool_choice",
+            f"tool_choice is {name[:200]!r}, but the tools are: {names}.", "tool_choice"
         )
 
     def _add(self, tool: ToolBody, where: str, namespace: str | None) -> None:
@@ -151,10 +141,13 @@ class Toolbox:
         if not tool.name:
             raise invalid(f"{where} is a tool without a name.", where)
         custom = tool.type == "custom" and tool.parameters is None
-        name = flat(tool.name, namespace)
-        fields: Object = {"name": name, "description": tool.description}
-        fields["parameters"] = INPUT if custom else tool.parameters
-        function = {key: value for key, value in fields.items() if value is not None}
-        made = {"type": "function", "function": function}
+        name, parameters = (
+            flat(tool.name, namespace),
+            INPUT if custom else tool.parameters,
+        )
+        given = {"description": tool.description, "parameters": parameters}
+        function = {"name": name, **{k: v for k, v in given.items() if v is not None}}
         self.kinds[name] = Kind(tool.name, namespace, custom)
-        (self.deferred if tool.defer_loading else self._shown).append(made)
+        self._functions[name] = function
+        tools = self.deferred if tool.defer_loading else self._shown
+        tools.append({"type": "function", "function": function})

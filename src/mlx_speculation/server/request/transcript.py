@@ -25,7 +25,6 @@ from mlx_speculation.server.request.content import (
     ImageBlock,
     ReferenceBlock,
     ResultBlock,
-    SearchBlock,
     TextBlock,
     ThinkingBlock,
     UseBlock,
@@ -195,8 +194,6 @@ class Conversation:
             case ImageBlock():
                 return IMAGE_NOTE
             case DocumentBlock():
-                texts = [block.title]
-            case SearchBlock():
                 texts = [block.title, block.source]
             case ReferenceBlock():
                 tool = self._deferred.get(block.tool_name)
