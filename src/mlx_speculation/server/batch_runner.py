@@ -57,10 +57,7 @@ class Rows:
         return len(self._jobs)
 
     def check_length(self, tokens: int, field: str) -> None:
-        """Raise if a prompt is too long.
-
-        Clients recognize the words of this error, and then shorten the history.
-        """
+        """Raise if a prompt is too long; clients recognize the words of the error."""
         longest = self._settings.limits.prompt_tokens or sys.maxsize
         most = min(longest, self.longest - 1)  # room for a token of the answer
         if tokens <= most:

@@ -1,7 +1,6 @@
 """The engine's thread: loads the models, takes requests, and runs rounds of them.
 
-All of mlx runs in this thread, loading included: an array that is not computed yet can
-only be computed by the thread that made it.
+Only the thread that has made an mlx array can compute it, so this thread loads, too.
 """
 
 import atexit
@@ -48,8 +47,7 @@ MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 class Worker:
     """The engine of a server; each draft and mode (exact or not) has its own `Rows`.
 
-    Any thread may use `main` and the template; only the engine's thread may use other
-    rows.
+    Other threads may use only `main` and the template.
     """
 
     template: ChatTemplate  # set when the models are loaded
@@ -162,9 +160,8 @@ class Worker:
     def end(self, seconds: float) -> bool:
         """Ask the thread to end, and return whether it has ended.
 
-        After a Python thread has ended, mlx frees its data of that thread, and takes
-        the interpreter's lock for this. A process that exits meanwhile aborts, so on
-        Linux this method waits for the end of the system's thread.
+        mlx frees data after a Python thread has ended, and a process that exits
+        meanwhile aborts. So on Linux this method waits for the system's thread.
         """
         self.schemas.close()  # the thread may be waiting for a mask
         self._stop = True
@@ -202,8 +199,7 @@ class Worker:
     def _admit(self) -> None:
         """Insert the next request; wait for one if no request runs.
 
-        At most one request is inserted before each round, so that running requests do
-        not wait for several insertions.
+        Running requests wait for one insertion before each round, not for several.
         """
         wait = 0.0 if any(map(len, self._rows.values())) else IDLE_SECONDS
         while True:
@@ -231,9 +227,8 @@ class Worker:
         key = draft, request.exact and main.exact is None
         if key not in self._rows:
             self._rows[key] = self._rows_of(_beside(main, *key, self._prefixes))
-        rows = self._rows[key]
+        rows, ids = self._rows[key], job.prompt
         if chat is None or not chat.images:
-            ids = job.prompt
             if not isinstance(request.prompt, list):  # the prompt is text
                 ids = rows.generator.replayed(ids)
             rows.insert(job, ids, len(ids))
@@ -268,8 +263,8 @@ def _beside(
 ) -> SpeculativeGenerator:
     """Return a generator of the same target, with another draft or mode.
 
-    It shares the prefix cache, unless that cache also holds caches of a draft model, or
-    the new generator is in exact mode: forwards of other shapes have filled that cache.
+    It does not share a prefix cache that also holds caches of a draft model, nor in
+    exact mode any: forwards of other shapes have filled it.
 
     Raises:
         ApiError: the target cannot be decoded in exact mode.
@@ -279,13 +274,14 @@ def _beside(
         "draft_length": generator.draft_length if draft is None else None,
         "exact": exact or generator.exact or False,
     }
-    make = partial(SpeculativeGenerator, generator.model, generator.tokenizer)
+    make = partial(
+        SpeculativeGenerator, generator.model, generator.tokenizer, **options
+    )
     if not exact:
-        shared: GeneratorKeywords = {**options, "prefix_cache": prefixes}
         with suppress(InvalidRequestError):
-            return make(**shared)
+            return make(prefix_cache=prefixes)
     try:
-        return make(**options)
+        return make()
     except SpeculationError as error:
         field = "exact" if exact else "draft"
         raise invalid(str(error), f"speculative.{field}") from error
