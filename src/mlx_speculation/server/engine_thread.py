@@ -109,11 +109,7 @@ class Worker:
 
     @property
     def main(self) -> Rows:
-        """The rows of requests that choose neither draft nor mode.
-
-        Raises:
-            ApiError: the engine has ended.
-        """
+        """The rows of requests without a draft or mode; ApiError: the engine ended."""
         try:
             return self._rows[None, False]
         except KeyError as error:
@@ -126,8 +122,7 @@ class Worker:
     def take(self) -> None:
         """Count a new request, for which the caller has to call `submit` or `done`.
 
-        Raises:
-            ApiError: there are too many requests, or the engine does not run.
+        Raise ApiError if there are too many, or the engine does not run.
         """
         most = self._settings.max_rows + self._settings.limits.queue
         with self._lock:
@@ -263,11 +258,8 @@ def _beside(
 ) -> SpeculativeGenerator:
     """Return a generator of the same target, with another draft or mode.
 
-    It does not share a prefix cache that also holds caches of a draft model, nor in
-    exact mode any: forwards of other shapes have filled it.
-
-    Raises:
-        ApiError: the target cannot be decoded in exact mode.
+    A prefix cache is not shared if it holds caches of a draft model, nor in exact mode:
+    forwards of other shapes have filled it.
     """
     options: GeneratorKeywords = {
         "draft": generator.draft if draft is None else draft,

@@ -56,11 +56,7 @@ class ChatTemplate:
         return self._with_calls if tools else self._plain
 
     def rendered(self, chat: Chat) -> list[int]:
-        """Return the token ids of a chat without images.
-
-        Raises:
-            ApiError: the template refuses the messages.
-        """
+        """Return the token ids of a chat without images; ApiError: it is refused."""
         long = len(repr(chat.messages)) > LONG_CHAT
         try:
             with self._lock_of_long if long else self._lock:

@@ -34,9 +34,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 def fetch_image(url: str, limits: Limits, *, private: bool = False) -> bytes:
     """Return the bytes behind a URL; `private`: its host need not be public.
 
-    Raises:
-        InvalidRequestError: the URL may not be fetched, its host has an address that is
-            not public, or the answer is not 200, too large or too late.
+    Raise InvalidRequestError for a URL or an answer that is not allowed.
     """
     parts = _checked_url(url)
     deadline = time.monotonic() + limits.fetch_seconds
@@ -166,10 +164,15 @@ def _body(opened: socket.socket, parts: SplitResult, most: int) -> bytes:
         connection.request("GET", path, headers={**headers, "Connection": "close"})
         with connection.getresponse() as answer:
             _check_head(answer.status, answer.headers.get("Content-Encoding"))
-            _check_size(answer.length or 0, most)
-            while chunk := answer.read1(_CHUNK):
+            while (count := len(result) + (answer.length or 0)) <= most:
+                if not (chunk := answer.read1(_CHUNK)):
+                    break
                 result += chunk
-                _check_size(len(result), most)
+            else:
+                raise InvalidRequestError(
+                    f"The image behind the URL has {count} bytes or more; at most "
+                    f"{most} are allowed. Pass a smaller one."
+                )
             if answer.length:  # bytes of Content-Length that have not come
                 raise HTTPException(f"{answer.length} bytes are missing")
     return bytes(result)
@@ -186,12 +189,4 @@ def _check_head(status: int, coding: str | None) -> None:
         raise InvalidRequestError(
             f"The image's URL was answered in the encoding {coding[:20].lower()!r}, "
             "which was not requested."
-        )
-
-
-def _check_size(count: int, most: int) -> None:
-    if count > most:
-        raise InvalidRequestError(
-            f"The image behind the URL has {count} bytes or more; at most {most} are "
-            "allowed. Pass a smaller one."
         )

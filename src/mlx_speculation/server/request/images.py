@@ -28,10 +28,9 @@ def image_part(
     settings: Settings,
     count: int,  # number of images before it
 ) -> dict[str, Any]:
-    """Return an image as a part of a content; its bytes are not decoded yet.
+    """Return the image at `where` as a part of a content, not decoded yet.
 
-    Raises:
-        ApiError: the image at `where` is one too many, too large or not allowed.
+    Raise ApiError for an image that is one too many, too large or not allowed.
     """
     limits = settings.limits
     if not settings.reads_images:
@@ -60,14 +59,13 @@ def image_part(
 
 def opened(images: Sequence[bytes], settings: Settings) -> tuple[Any, ...]:
     """Decode the bytes of images, and return pictures."""
-    result = []
-    for number, data in enumerate(images, 1):
-        try:
+    result: list[Any] = []
+    try:
+        for data in images:
             result.append(open_image(data, _limits(settings)))
-        except InvalidRequestError as error:
-            raise invalid(
-                f"Image {number} of {len(images)}: {error}", "messages"
-            ) from error
+    except InvalidRequestError as error:
+        place = f"Image {len(result) + 1} of {len(images)}"
+        raise invalid(f"{place}: {error}", "messages") from error
     return tuple(result)
 
 

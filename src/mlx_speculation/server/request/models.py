@@ -5,6 +5,7 @@ A null counts as a missing field. Types are strict: a number in quotes is no num
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar
 
@@ -20,12 +21,7 @@ Loose = Annotated[str, BeforeValidator(lambda it: it if isinstance(it, str) else
 
 
 def parsed(raw: bytes) -> Object:
-    """Return the object that a body holds.
-
-    Raises:
-        ApiError: the body is not UTF-8, not JSON or not an object, is nested too
-            deeply, or holds half of a surrogate pair or a number that is not finite.
-    """
+    """Return the object that a body holds; raise ApiError if the body is not valid."""
     try:
         body = parse_json(raw, finite=True, deepest=DEEPEST)
     except JsonFlawError as error:
@@ -88,24 +84,19 @@ class StrictModel(RequestModel):
 
 def as_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """Return the first of pydantic's errors as an error of the request."""
-    error = errors[0]
-    path, value = [], body
-    for step in error["loc"][1:]:  # the first is "body"
-        # A step may be the name of a union's member, which is no key of the body.
-        of_list = (
-            isinstance(value, list) and isinstance(step, int) and step < len(value)
-        )
-        if of_list or (isinstance(value, Mapping) and step in value):
+    error, param, value = errors[0], "", body
+    for step in error["loc"][
+        1:
+    ]:  # the first is "body"; others may name a union's member
+        if isinstance(value, str):
+            break
+        with suppress(LookupError, TypeError):
             value = value[step]
-            path.append(step)
-    missing = error["type"] == "missing"
-    if missing:
-        path.append(error["loc"][-1])
-    param = ""
-    for step in path:
-        param += f"[{step}]" if isinstance(step, int) else f".{str(step)[:100]}"
+            param += f"[{step}]" if isinstance(step, int) else f".{str(step)[:100]}"
+    if error["type"] == "missing":
+        param += f".{error['loc'][-1]}"
     param = param.removeprefix(".")
-    if missing:
+    if error["type"] == "missing":
         return invalid(f"{param} is missing. Add it.", param)
     shown = f"{param} is {short(value)}" if param else "The body"
     why = error["msg"].removeprefix("Value error, ")

@@ -93,7 +93,7 @@ class TextOptions(RequestModel):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
     top_k: Whole | None = None
-    speculative: Speculative | None = None
+    speculative: Speculative = Speculative()
 
 
 class SamplingOptions(TextOptions):
@@ -174,12 +174,12 @@ def generation(
             "them out.",
             "tool_choice",
         )
-    drafted, draft, exact = _drafts(body, settings)
-    length = _length(body, settings) or default_length or settings.limits.max_tokens
+    drafts = body.speculative
     given = {
-        **drafted,
+        "draft_length": _draft_length(body, settings),
+        "max_draft": drafts.max_draft,
         "stop": getattr(body, "stop", None),
-        "max_tokens": length or None,
+        "max_tokens": _length(body, settings, default_length),
         "logprobs": logprobs,
         "prediction": prediction,
     }
@@ -192,8 +192,8 @@ def generation(
         schema=schema,
         calls=calls,
         most_calls=None if parallel else 1,
-        draft=draft,
-        exact=exact,
+        draft=None if drafts.draft == settings.draft else drafts.draft,
+        exact=drafts.exact,
         **more,
     )
 
@@ -221,15 +221,17 @@ def _check_model(body: TextOptions, settings: Settings) -> None:
         )
 
 
-def _length(body: TextOptions, settings: Settings) -> int | None:
-    """Return the length that the body asks for; None: the body gives none."""
+def _length(body: TextOptions, settings: Settings, default: int) -> int | None:
+    """Return the maximum length of a text; None: only the context limits it."""
     given = {name: getattr(body, name) for name in body.lengths}
     most = settings.limits.max_tokens
     if not body.any_model:
         for name, value in given.items():
             _at_most(value, most, name, "max-tokens-limit")
     length = next(filter(None, given.values()), None)
-    return min(length, most) if length and most else length
+    if length is None:
+        return default or most or None
+    return min(length, most or length)
 
 
 def _at_most(value: int | None, most: int, field: str, option: str) -> None:
@@ -242,34 +244,26 @@ def _at_most(value: int | None, most: int, field: str, option: str) -> None:
         )
 
 
-def _drafts(
-    body: TextOptions, settings: Settings
-) -> tuple[StreamKeywords, str | None, bool]:
-    """Return options of the drafts, the draft's name, and whether exact mode is on."""
-    most = settings.limits.draft_tokens or -1
-    length = getattr(body, "num_draft_tokens", None)
+def _draft_length(body: TextOptions, settings: Settings) -> int | None:
+    """Check options of drafts, and return the draft length; None: the server's."""
+    most, drafts = settings.limits.draft_tokens or -1, body.speculative
+    length, name = getattr(body, "num_draft_tokens", None), drafts.draft
     _at_most(length, most, "num_draft_tokens", "max-draft")
-    given = body.speculative
-    if given is None:
-        return {"draft_length": length}, None, False
-    _at_most(given.max_draft, most, "speculative.max_draft", "max-draft")
-    names = [one for one in (settings.draft, "lookup") if one is not None]
-    name = given.draft
-    if name is not None and name not in names:
+    _at_most(drafts.max_draft, most, "speculative.max_draft", "max-draft")
+    known = dict.fromkeys(one for one in (settings.draft, "lookup") if one is not None)
+    if name is not None and name not in known:
         raise invalid(
             f"speculative.draft is {name[:200]!r}, but this server has "
-            f"{' and '.join(repr(one) for one in dict.fromkeys(names))}.",
+            f"{' and '.join(map(repr, known))}.",
             "speculative.draft",
         )
-    if given.off and (length or given.max_draft or name is not None):
+    if drafts.off and (length or drafts.max_draft or name is not None):
         raise invalid(
             "speculative.off is true, and draft, max_draft or num_draft_tokens asks "
             "for drafts. Leave one of them out.",
             "speculative.off",
         )
-    length = 0 if given.off else length
-    options: StreamKeywords = {"draft_length": length, "max_draft": given.max_draft}
-    return options, None if name == settings.draft else name, given.exact
+    return 0 if drafts.off else length
 
 
 def thinking(
@@ -278,10 +272,7 @@ def thinking(
     effort: str | None = None,
     budget: int | None = None,
 ) -> tuple[Object, int | None]:
-    """Return keywords for the chat template, and the budget; None: no budget.
-
-    A template ignores keywords that it does not know.
-    """
+    """Return keywords for the chat template, and the budget; None: no budget."""
     for switch in filter(None, switches):
         effort = switch.effort or effort
         on = switch.enabled if on is None else on
@@ -292,6 +283,6 @@ def thinking(
     if on is None and (effort == "none" or budget == 0):
         on = False
     args: Object = {} if on is None else {"enable_thinking": on}
-    if effort is not None and effort != "none":
+    if effort not in (None, "none"):
         args["reasoning_effort"] = effort
     return args, budget if budget and on is not False else None

@@ -13,17 +13,14 @@ class Chat:
     """Messages of a chat, before they are fitted to a chat template.
 
     Roles are system (of the first message only), user, assistant and tool. A content is
-    a text, or with images a list of text and image parts. Arguments of tool calls are
-    objects.
+    a text, or with images a list of parts. Arguments of tool calls are objects.
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()  # shown to the model, in OpenAI's form
-    # Further tools, which are described in a message.
-    deferred: tuple[dict[str, Any], ...] = ()
+    deferred: tuple[dict[str, Any], ...] = ()  # described in a message
     template_args: dict[str, Any] = field(default_factory=dict)
-    # The images in the order of their parts: bytes of files, decoded by `opened`.
-    images: tuple[Any, ...] = ()
+    images: tuple[Any, ...] = ()  # bytes of files, later pictures; ordered as the parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +32,10 @@ class GenerationRequest:
     count: int = 1  # texts for each prompt
     stream: bool = False  # whether the answer comes in pieces
     sampling: Sampling
-    # Other options of the stream that the request gives. Without max_tokens only the
-    # context limits the text.
+    # Options that the request gives. Without max_tokens only the context is a limit.
     options: StreamKeywords = field(default_factory=StreamKeywords)
     schema: dict[str, Any] | None = None  # the text has to fit it; None: any text
-    # The functions of which one has to be called; None: no call is needed.
-    calls: Sequence[dict[str, Any]] | None = None
+    calls: Sequence[dict[str, Any]] | None = None  # one is needed; None: no call is
     most_calls: int | None = None  # the maximum number of tool calls; None: any
     thinking_budget: int | None = None  # maximum tokens of thinking; None: any number
     draft: str | None = None  # name of the draft; None: that of the server
@@ -59,11 +54,8 @@ class GenerationRequest:
         return "" if self.schema is None else "response_format"
 
     def texts(self) -> list["GenerationRequest"]:
-        """Return a request for each text, in the order of the answer's choices.
-
-        The first text has the request's seed, from which the later seeds derive.
-        """
-        prompts = [self.prompts[i : i + 1] for i in range(max(1, len(self.prompts)))]
+        """Return a request for each text, with a seed of its own, in order."""
+        prompts = [(each,) for each in self.prompts] or [()]
         seed, requests = self.sampling.seed, []
         for index, prompt in enumerate(p for p in prompts for _ in range(self.count)):
             own_seed = None if seed is None else derived_seed(seed, index)

@@ -94,10 +94,7 @@ class Toolbox:
     ) -> tuple[Sequence[Tool], Sequence[Function] | None]:
         """Return the tools to show, and the functions of which one has to be called.
 
-        None: no call is needed.
-
-        Raises:
-            ApiError: the choice is invalid, or names an unknown tool.
+        None: no call is needed. Raise ApiError if an unknown tool is chosen.
         """
         if not isinstance(choice, Choice):
             choice = Choice.model_validate({"type": choice or "auto"})

@@ -1,12 +1,9 @@
 """Messages of a chat in one form and one order, for all APIs.
 
-    system    the system and developer messages at the beginning become one message;
-              each later one becomes a reminder in the user turn beside it, so that the
-              tokens of the turns before it stay the same
-    results   of tools are put in the order of their calls
-    images    of results are put in a user turn after the results
-
-Chat templates differ in more than this: see `prompts`.
+system    messages at the beginning become one message; each later one becomes a
+          reminder in the user turn beside it, and earlier tokens stay the same
+results   of tools are put in the order of their calls
+images    of results are put in a user turn after the results
 """
 
 import json
@@ -62,8 +59,7 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
 class Conversation:
     """Takes messages one by one; contents are the blocks of any API.
 
-    `where` is the field of a content, for errors. All methods raise ApiError for a
-    block or an image that is not allowed there.
+    Raise ApiError for a block or an image that is not allowed at the field `where`.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """A constraint on the answer of a model that thinks first.
 
-During the thinking any token but the end of the text is allowed. A mark, which is a
-fixed sequence of tokens, ends the thinking and begins the inner constraint. Once the
-budget of thinking tokens is spent, only the mark is allowed, to leave the answer room.
+During the thinking any token but the end of the text is allowed. A fixed sequence of
+tokens, the mark, ends it. Once the budget is spent, only the mark is allowed.
 """
 
 from collections.abc import Sequence
@@ -16,10 +15,7 @@ from mlx_speculation.samplers.constraints.base import Constraint, ConstraintStat
 
 
 class AfterThinking:
-    """Unconstrained thinking, then an inner constraint.
-
-    A `Constraint`, and the `ConstraintState` of one text: `begin` returns a copy.
-    """
+    """A `Constraint` and its state: free thinking, then an inner constraint."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Schema compilers: the number of child processes, their limits and errors.
 
 A child lives from the compilation of its schema to the end of the text. There are at
-most `Limits.schemas` children, and further requests wait. This bounds the memory of all
-children together.
+most `Limits.schemas` children, which bounds their memory; further requests wait.
 """
 
 import json
@@ -15,14 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from mlx_speculation.errors import ConstraintError
 from mlx_speculation.samplers.constraints.llguidance import (
     PortableVocabulary,
     not_enforced,
@@ -59,11 +57,8 @@ class Template:
     """The template process, from which children are forked.
 
     It leads a process group of its own: signals of a terminal do not reach it, and one
-    signal to the group kills it and all children.
-
-    Raises:
-        ApiError: the process has not started.
-        InvalidRequestError: llguidance cannot read the tokenizer.
+    signal to the group kills it and all children. Methods raise ApiError if it does not
+    answer.
     """
 
     def __init__(
@@ -108,11 +103,7 @@ class Template:
         return self._process.poll() is None
 
     def fork(self) -> "Child":
-        """Return a new child, which may already have ended.
-
-        Raises:
-            ApiError: the template does not answer, or has ended.
-        """
+        """Return a new child, which may already have ended."""
         channel, theirs = Pipe()
         try:
             with theirs:
@@ -133,7 +124,7 @@ class Template:
             self._control.close()
 
     def ask(self, command: bytes, descriptor: int | None = None) -> int:
-        """Send a command, and return the answer; see `fork` for the error."""
+        """Send a command, and return the number that the template answers."""
         with self._lock, suppress(OSError, EOFError):
             self._control.send_bytes(command)
             if descriptor is not None:
@@ -186,12 +177,10 @@ class SchemaCompilers:
     ) -> SchemaConstraint:
         """Return the constraint of a JSON schema, or of `LARK` and a Lark grammar.
 
-        The caller has to close it. `check` is called repeatedly during the wait, and
-        may raise an error to end the wait.
+        The caller has to close it. Errors of `check`, called during the wait, end it.
 
         Raises:
-            ApiError: the schema cannot be used, a limit was hit, or the child or its
-                template has ended.
+            ApiError: the schema cannot be used, a limit was hit, or a process ended.
             ConstraintError: llguidance failed on the mask of the first token.
             InvalidRequestError: the tokenizer cannot be used.
             MissingLibraryError: llguidance is not installed.
@@ -218,12 +207,9 @@ class SchemaCompilers:
             if answer[:1] in (UNUSABLE, NOT_ENFORCED):
                 raise _refused(text, answer)
 
-            def ask(step: bytes) -> bytes:
+            def ask(step: bytes) -> bytes | str:
                 mask = child.ask(step, masking)
-                if mask is None:
-                    error = self._refusal(child.end(), masks=True)
-                    raise ConstraintError(error.message)
-                return mask
+                return mask or self._refusal(child.end(), masks=True).message
 
             first = unpacked(answer, child.template.end_token)
             return SchemaConstraint(ask, first, stack.pop_all())
@@ -245,12 +231,7 @@ class SchemaCompilers:
                 self._template.close()
                 self._template = None
             if self._template is None:
-                limits = {
-                    "seconds": self._limits.schema_seconds,
-                    "mask_seconds": self._limits.mask_seconds,
-                    "step_seconds": STEP_SECONDS,
-                    "bytes": self._limits.schema_megabytes << 20,
-                }
+                limits = {**asdict(self._limits), "step_seconds": STEP_SECONDS}
                 vocabulary = portable_vocabulary(tokenizer)
                 self._template = Template(vocabulary, limits, waiting)
             return self._template.fork()
@@ -262,30 +243,27 @@ class SchemaCompilers:
             return unavailable(CLOSING)
         if status is None:
             return unavailable(LOST)
+        said = (
+            "The schema {}, which is the limit of this server ({}). Simplify it: "
+            "patterns under allOf cost most."
+        )
+        memory = f"{limits.schema_megabytes} MiB"
         if status == OUT_OF_MEMORY << 8:
-            needs = f"needs more than {limits.schema_megabytes} MiB of memory"
-            option = "--max-schema-megabytes"
+            what = f"needs more than {memory} of memory"
+            said = said.format(what, "--max-schema-megabytes")
         elif status not in (signal.SIGALRM, signal.SIGKILL):
             LOG.error("the compiler of a schema has ended with status %d", status)
-            return invalid(
+            said = (
                 "The schema cannot be compiled; the compiler may have run out of "
-                f"memory ({limits.schema_megabytes} MiB, --max-schema-megabytes). "
-                "Simplify the schema.",
-                FIELD,
-                code="schema_limit",
+                f"memory ({memory}, --max-schema-megabytes). Simplify the schema."
             )
         elif masks:
-            needs = f"needs more than {limits.mask_seconds:g} seconds for its masks"
-            option = "--max-mask-seconds"
+            what = f"needs more than {limits.mask_seconds:g} seconds for its masks"
+            said = said.format(what, "--max-mask-seconds")
         else:
-            needs = f"takes more than {limits.schema_seconds:g} seconds to compile"
-            option = "--max-schema-seconds"
-        return invalid(
-            f"The schema {needs}, which is the limit of this server ({option}). "
-            "Simplify it: patterns under allOf cost most.",
-            FIELD,
-            code="schema_limit",
-        )
+            what = f"takes more than {limits.schema_seconds:g} seconds to compile"
+            said = said.format(what, "--max-schema-seconds")
+        return invalid(said, FIELD, code="schema_limit")
 
 
 def _refused(schema: str, answer: bytes) -> ApiError:

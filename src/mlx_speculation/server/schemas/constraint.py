@@ -1,8 +1,8 @@
 """A schema as a `Constraint` whose masks a child process computes.
 
-The child has one matcher of llguidance, which has consumed the tokens of one state. For
-the mask of another state it rolls back to the states' common prefix, then consumes the
-rest. A mask takes one message each way, about 0.1 ms on a Linux CPU.
+The child has one matcher of llguidance, at the tokens of one state. For the mask of
+another state it rolls back to the states' common prefix, then consumes the rest. A mask
+takes one message each way, about 0.1 ms on a Linux CPU.
 """
 
 import json
@@ -23,11 +23,7 @@ Mask = tuple[NDArray[np.bool_], bool]
 
 
 def unpacked(answer: bytes, ids: int) -> Mask:
-    """Return the mask of `ids` token ids that a child has answered.
-
-    Raises:
-        ConstraintError: llguidance failed on this mask.
-    """
+    """Return the mask of `ids` ids that a child has answered, or raise its error."""
     if answer[:1] == FAILED:
         raise failed_here(answer[1:].decode())
     bits = np.frombuffer(answer, dtype=np.uint8, offset=2)
@@ -41,7 +37,7 @@ class SchemaConstraint:
 
     def __init__(
         self,
-        ask: Callable[[bytes], bytes],  # the child; ConstraintError: it has ended
+        ask: Callable[[bytes], bytes | str],  # the child's answer, or an error
         first: Mask,  # of the first token
         stack: ExitStack,  # ends the child
     ) -> None:
@@ -60,23 +56,16 @@ class SchemaConstraint:
             self._end("The request has ended, and its schema with it.")
 
     def after(self, path: tuple[int, ...]) -> Mask:
-        """Return the mask of the token after `path`.
-
-        Raises:
-            ConstraintError: a limit was hit, or the child has ended.
-        """
+        """Return the mask after `path`; ConstraintError: a limit was hit."""
         with self._lock:
-            if self._error is not None:
-                raise ConstraintError(self._error)
             kept = min(len(self._path), len(path))
             while self._path[:kept] != path[:kept]:
                 kept -= 1
             step = [len(self._path) - kept, *path[kept:]]
-            try:
-                answer = self._ask(json.dumps(step).encode())
-            except ConstraintError as error:
-                self._end(str(error))
-                raise
+            answer = self._error or self._ask(json.dumps(step).encode())
+            if isinstance(answer, str):
+                self._end(answer)
+                raise ConstraintError(answer)
             # The matcher of a child begins anew after an error.
             self._path = () if answer[:1] == FAILED else path
             return unpacked(answer, len(self._first[0]))

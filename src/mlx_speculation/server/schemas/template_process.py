@@ -10,10 +10,9 @@ message is a command:
             is the child's process id
     pid     end the child of that process id; the answer is the child's wait status
 
-A child receives its schema and answers with the first mask. Then it answers each step
-with a mask. A step is a JSON list: how many tokens to roll back, then the tokens to
-append. SIGALRM ends a child that computes for too long, even if llguidance holds the
-interpreter's lock.
+A child answers its schema with the first mask, then each step with a mask. A step is a
+JSON list: how many tokens to roll back, then the tokens to append. SIGALRM ends a child
+that computes for too long, even if llguidance holds the interpreter's lock.
 """
 
 import json
@@ -42,7 +41,7 @@ COMPACT: Any = {"whitespace_flexible": False}
 def _serve_schema(channel: Connection, tokens: Any, limits: dict[str, float]) -> None:
     """Receive a schema, answer with its first mask, then answer each step."""
     schema = channel.recv_bytes().decode()
-    signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
+    signal.setitimer(signal.ITIMER_REAL, limits["schema_seconds"])
     matcher = _matcher(schema, tokens)
     if matcher.is_error():
         answer = UNUSABLE + str(matcher.get_error()).encode()
@@ -111,7 +110,7 @@ def _child(descriptor: int, tokens: Any, limits: dict[str, Any]) -> None:
     """Run a child, then exit without the template's cleanup."""
     status = 1
     try:
-        _limit_memory(limits["bytes"])
+        _limit_memory(limits["schema_megabytes"] << 20)
         _serve_schema(Connection(descriptor), tokens, limits)
     except (EOFError, ConnectionError):
         status = 0

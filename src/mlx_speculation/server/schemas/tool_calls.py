@@ -23,11 +23,7 @@ def call_grammar(
     parser: Any,  # the tokenizer's parser of calls
     marks: tuple[str, str],  # the texts before and after a call
 ) -> str:
-    """Return the grammar of a call of one function, for `SchemaCompilers`.
-
-    Raises:
-        ApiError: the model writes its calls in another format.
-    """
+    """Return the grammar of a call of one function; ApiError: the format is another."""
     module = getattr(parser, "__module__", "")
     if not module.endswith(".json_tools"):
         raise invalid(
