@@ -82,13 +82,10 @@ class Template:
                 start_new_session=True,
                 env=environment,
             )
-        answer: bytes | None = None
         settings = {"end": vocabulary.end, "limits": limits}
+        message = json.dumps({**settings, "tokenizer": vocabulary.text}).encode()
         try:
-            with suppress(OSError, EOFError):
-                self._control.send_bytes(json.dumps(settings).encode())
-                self._control.send_bytes(vocabulary.text.encode())
-                answer = received(self._control, START_SECONDS, check)
+            answer = asked(self._control, message, START_SECONDS, check)
             if answer is None:
                 raise unavailable(LOST)
             if answer != b"ready":
@@ -144,15 +141,6 @@ class Child:
     process: int  # the child's process id
     status: int | None = None  # its status, once ended; None: unknown
 
-    def ask(
-        self, message: bytes, seconds: float, check: Callable[[], None] | None = None
-    ) -> bytes | None:
-        """Return an answer; None: the child has ended, or takes more than `seconds`."""
-        with suppress(OSError, EOFError):
-            self.channel.send_bytes(message)
-            return received(self.channel, seconds, check)
-        return None
-
     def end(self) -> int | None:
         """End the child, and return its status as `os.waitpid` does; None: unknown."""
         if not self.channel.closed:
@@ -201,14 +189,14 @@ class SchemaCompilers:
             stack.callback(self._places.release)
             child = self._fork(tokenizer, waiting)
             stack.callback(child.end)
-            answer = child.ask(text.encode(), compiling, waiting)
+            answer = asked(child.channel, text.encode(), compiling, waiting)
             if answer is None:
                 raise self._refusal(child.end())
             if answer[:1] in (UNUSABLE, NOT_ENFORCED):
                 raise _refused(text, answer)
 
             def ask(step: bytes) -> bytes | str:
-                mask = child.ask(step, masking)
+                mask = asked(child.channel, step, masking)
                 return mask or self._refusal(child.end(), masks=True).message
 
             first = unpacked(answer, child.template.end_token)
@@ -275,14 +263,19 @@ def _refused(schema: str, answer: bytes) -> ApiError:
     return invalid(str(unusable(reason, schema, kind)), field)
 
 
-def received(
-    channel: Connection, seconds: float, check: Callable[[], None] | None = None
+def asked(
+    channel: Connection,
+    message: bytes,
+    seconds: float,
+    check: Callable[[], None] | None = None,  # called repeatedly during the wait
 ) -> bytes | None:
-    """Return the next message; None: none came within `seconds`."""
+    """Return an answer; None: the process has ended, or takes more than `seconds`."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if channel.poll(POLL_SECONDS):
-            return channel.recv_bytes()
-        if check is not None:
-            check()
+    with suppress(OSError, EOFError):
+        channel.send_bytes(message)
+        while time.monotonic() < end:
+            if channel.poll(POLL_SECONDS):
+                return channel.recv_bytes()
+            if check is not None:
+                check()
     return None

@@ -2,9 +2,9 @@
 
     python -P template_process.py DESCRIPTOR
 
-DESCRIPTOR is that of a connection to the server. The server sends settings as JSON,
-then the tokenizer. The template answers "ready" or an error text. After that each
-message is a command:
+DESCRIPTOR is that of a connection to the server. The server sends settings and the
+tokenizer as JSON; the template answers "ready" or an error text. Then each message is a
+command:
 
     fork    fork a child. The descriptor of the child's connection follows; the answer
             is the child's process id
@@ -56,15 +56,13 @@ def _serve_schema(channel: Connection, tokens: Any, limits: dict[str, float]) ->
     while True:
         back, *added = json.loads(channel.recv_bytes())
         signal.setitimer(signal.ITIMER_REAL, limits["step_seconds"] + spare)
-        started = time.monotonic()
         matcher.rollback(back)
         matcher.consume_tokens(added)
         answer = _mask(matcher)
         if matcher.is_error():  # it cannot be used any more
             matcher = first.deep_copy()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        over = max(0.0, time.monotonic() - started - limits["step_seconds"])
-        spare = max(0.0, spare - over)  # timers are not exact
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        spare = min(spare, left)
         channel.send_bytes(answer)
 
 
@@ -140,14 +138,15 @@ def main() -> None:
 
     os.nice(NICE)
     control = Connection(int(sys.argv[1]))
-    settings, tokenizer = json.loads(control.recv_bytes()), control.recv_bytes()
+    settings = json.loads(control.recv_bytes())
+    vocabulary, end = settings.pop("tokenizer"), settings["end"]
     try:
-        tokens = llguidance.LLTokenizer(tokenizer.decode(), eos_token=settings["end"])
+        tokens = llguidance.LLTokenizer(vocabulary, eos_token=end)
     except ValueError as error:
         control.send_bytes(str(error).encode())
         return
     control.send_bytes(b"ready")
-    del tokenizer
+    del vocabulary
     with suppress(EOFError, ConnectionError):
         while True:
             control.send_bytes(b"%d" % _execute(control, tokens, settings["limits"]))
