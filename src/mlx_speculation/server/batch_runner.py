@@ -121,7 +121,6 @@ class Rows:
         self._batch.close()
 
     def _options(self, job: Job, length: int) -> StreamKeywords:
-        """Return the options of a stream whose prompt has `length` tokens."""
         tokenizer, sampling = self.generator.tokenizer, job.request.sampling
         if sampling.xtc_probability:
             line = tokenizer.encode("\n", add_special_tokens=False)
@@ -148,7 +147,6 @@ class Rows:
         }
 
     def _hand_out(self, uid: int, responses: "list[BatchResponse]") -> None:
-        """Pass a request its responses of one round."""
         job, last = self._jobs[uid], responses[-1]
         if job.began is None:
             job.began = time.monotonic()
@@ -169,8 +167,7 @@ class Rows:
         self._done()
         read = job.prompt_tokens if job.began is not None else 0
         self._metrics.ended(result, read, time.monotonic() - job.arrived)
-        if LOG.isEnabledFor(logging.INFO):
-            LOG.info("%s", _line(job, result))
+        LOG.info("%s", _line(job, result))
         return result
 
 
@@ -194,7 +191,6 @@ class TokenTexts:
 
 
 def _line(job: Job, result: "Result") -> str:
-    """Return the line of the log about one text: tokens, drafts and times."""
     stats, now = result.stats, time.monotonic()
     began = job.began or now
     queued = (job.reading or began) - job.arrived

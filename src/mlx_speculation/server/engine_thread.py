@@ -170,7 +170,6 @@ class Worker:
         return not thread.is_alive()
 
     def _run(self) -> None:
-        """Load the models, then serve until `end` is called."""
         try:
             rows = self._rows_of(self._make_generator(self._prefixes))
             self._rows[None, False] = rows
@@ -213,7 +212,6 @@ class Worker:
             self.done()
 
     def _insert(self, job: Job) -> None:
-        """Give a request a row."""
         request, main = job.request, self.main.generator
         draft, chat = request.draft, request.chat
         if draft is None and request.options.get("prediction") and main.draft is None:

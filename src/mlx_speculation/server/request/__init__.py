@@ -9,6 +9,5 @@
     images          pictures of data URLs, files and fetched URLs, within limits
     fetch_image     the bytes behind a URL, if fetching is switched on
 
-These modules do not depend on connections, threads, models, chat templates or events
-of APIs.
+These modules do not depend on connections, threads, models or chat templates.
 """

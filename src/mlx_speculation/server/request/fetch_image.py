@@ -1,15 +1,9 @@
 """Fetching of images that a client names by URL, if the server allows it.
 
-A client could make the server ask other machines, so requests are limited:
-
-    URL      http or https, no user name; every address that the host resolves to is
-             a public one, unless private ones are allowed; no redirect is followed
-    answer   status 200, without compression
-    size     bytes, counted while they are read
-    time     seconds from the look-up of the host to the last byte
-
-The host is resolved once, and the socket is opened to an address that was checked.
-Proxies of the environment are not used.
+A client could make the server ask other machines. So all addresses of a host have to be
+public, unless private ones are allowed. The host is resolved once, and the socket is
+opened to an address that was checked. No redirect is followed, and no proxy of the
+environment is used. Bytes count while they are read, and seconds from the look-up on.
 """
 
 import ipaddress
@@ -17,8 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPException
 from urllib.parse import SplitResult, urlsplit
 
@@ -39,7 +32,19 @@ def fetch_image(url: str, limits: Limits, *, private: bool = False) -> bytes:
     parts = _checked_url(url)
     deadline = time.monotonic() + limits.fetch_seconds
     try:
-        with _socket_to(parts, deadline, private=private) as opened:
+        host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        addresses = _addresses(host, port, private=private)
+        with ExitStack() as stack:
+            opened = stack.enter_context(_connected(addresses, port, deadline))
+            if parts.scheme == "https":
+                opened.settimeout(_left(deadline))
+                secured = _context().wrap_socket(opened, server_hostname=host)
+                opened = stack.enter_context(secured)
+            # The timeout of a read never expires if a byte comes now and then.
+            cut = threading.Timer(_left(deadline), _cut, [opened])
+            cut.daemon = True
+            cut.start()
+            stack.callback(cut.cancel)
             result = _body(opened, parts, limits.image_bytes)
         if time.monotonic() >= deadline:  # a cut connection looks like an ended answer
             raise TimeoutError
@@ -103,30 +108,8 @@ def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
     return addresses
 
 
-@contextmanager
-def _socket_to(
-    parts: SplitResult, deadline: float, *, private: bool
-) -> Iterator[socket.socket]:
-    """Open a connection to the first address that answers, and cut it at the deadline.
-
-    The timeout of a read would never expire if the server sends a byte now and then.
-    """
-    host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
-    with ExitStack() as stack:
-        addresses = _addresses(host, port, private=private)
-        opened = stack.enter_context(_connected(addresses, port, deadline))
-        if parts.scheme == "https":
-            opened.settimeout(_left(deadline))
-            secured = _context().wrap_socket(opened, server_hostname=host)
-            opened = stack.enter_context(secured)
-        cut = threading.Timer(_left(deadline), _cut, [opened])
-        cut.daemon = True
-        cut.start()
-        stack.callback(cut.cancel)
-        yield opened
-
-
 def _connected(addresses: list[Address], port: int, deadline: float) -> socket.socket:
+    """Open a connection to the first address that answers."""
     error: OSError = TimeoutError()
     for address in addresses:
         try:

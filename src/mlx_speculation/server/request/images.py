@@ -1,7 +1,4 @@
-"""The images of a chat: data URLs, files under the allowed folder, and fetched URLs.
-
-Nothing is fetched unless fetching is switched on.
-"""
+"""The images of a chat: data URLs, files under the allowed folder, fetched URLs."""
 
 import re
 from collections.abc import Sequence

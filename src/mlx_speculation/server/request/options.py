@@ -209,7 +209,6 @@ def _sampling(body: TextOptions, settings: Settings) -> Sampling:
 
 
 def _check_model(body: TextOptions, settings: Settings) -> None:
-    """Raise if the body names a model that is not served."""
     name = body.model
     if not body.any_model and name not in (None, "default_model", *settings.names):
         raise ApiError(

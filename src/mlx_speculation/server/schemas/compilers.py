@@ -56,9 +56,8 @@ LOST = "The process that compiles schemas has ended. Try again."
 class Template:
     """The template process, from which children are forked.
 
-    It leads a process group of its own: signals of a terminal do not reach it, and one
-    signal to the group kills it and all children. Methods raise ApiError if it does not
-    answer.
+    Signals of a terminal do not reach its process group, and one signal to the group
+    kills all. Methods raise ApiError if it does not answer.
     """
 
     def __init__(

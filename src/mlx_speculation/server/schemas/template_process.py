@@ -39,7 +39,6 @@ COMPACT: Any = {"whitespace_flexible": False}
 
 
 def _serve_schema(channel: Connection, tokens: Any, limits: dict[str, float]) -> None:
-    """Receive a schema, answer with its first mask, then answer each step."""
     schema = channel.recv_bytes().decode()
     signal.setitimer(signal.ITIMER_REAL, limits["schema_seconds"])
     matcher = _matcher(schema, tokens)
