@@ -70,24 +70,19 @@ class StrictModel(RequestModel):
         for name in values.keys() - cls.model_fields.keys() - cls.no_effect:
             shown = cls.where + name[:100]
             if name in cls.not_offered:
-                raise invalid(
-                    f"{shown} is not offered here. {cls.not_offered[name]}", shown
-                )
+                advice = cls.not_offered[name]
+                raise invalid(f"{shown} is not offered here. {advice}", shown)
             near = get_close_matches(name[:100], cls.model_fields, n=1, cutoff=0.75)
             meant = f"Did you mean {cls.where + near[0]!r}?" if near else cls.advice
-            raise invalid(
-                f"{shown!r} is not known here. {meant}",
-                shown,
-                code="unknown_parameter",
-            )
+            said = f"{shown!r} is not known here. {meant}"
+            raise invalid(said, shown, code="unknown_parameter")
 
 
 def as_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """Return the first of pydantic's errors as an error of the request."""
     error, param, value = errors[0], "", body
-    for step in error["loc"][
-        1:
-    ]:  # the first is "body"; others may name a union's member
+    # The first step is "body"; a later one may name a member of a union.
+    for step in error["loc"][1:]:
         if isinstance(value, str):
             break
         with suppress(LookupError, TypeError):

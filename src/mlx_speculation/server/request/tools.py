@@ -137,11 +137,9 @@ class Toolbox:
             return
         if not tool.name:
             raise invalid(f"{where} is a tool without a name.", where)
+        name = flat(tool.name, namespace)
         custom = tool.type == "custom" and tool.parameters is None
-        name, parameters = (
-            flat(tool.name, namespace),
-            INPUT if custom else tool.parameters,
-        )
+        parameters = INPUT if custom else tool.parameters
         given = {"description": tool.description, "parameters": parameters}
         function = {"name": name, **{k: v for k, v in given.items() if v is not None}}
         self.kinds[name] = Kind(tool.name, namespace, custom)
