@@ -39,7 +39,7 @@ from mlx_speculation.server.job import ClientLeftError, Job, Piece, Token
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.request.images import opened
 from mlx_speculation.server.request.request import Chat, GenerationRequest
-from mlx_speculation.server.schemas.after_thinking import AfterThinking
+from mlx_speculation.server.schemas.constraint import AfterThinking
 from mlx_speculation.server.schemas.tool_calls import call_grammar
 
 LOG = logging.getLogger("mlx_speculation.server")

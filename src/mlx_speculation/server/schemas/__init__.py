@@ -3,9 +3,9 @@
     template_process   the program of the template process, which reads the tokenizer
                        once, then forks a child for each schema
     compilers          starts and ends processes within limits, and makes their errors
-    constraint         a `Constraint` whose masks a child computes
+    constraint         constraints: a schema whose masks a child computes, and one that
+                       begins after the thinking
     tool_calls         the grammar of a tool call that a request forces
-    after_thinking     a constraint that begins after the thinking, and its budget
 
 Compiling a schema of 1 KB can take any amount of time and memory. The engine waits for
 single masks, never for a compilation.
