@@ -227,7 +227,7 @@ def _length(body: TextOptions, settings: Settings, default: int) -> int | None:
     if not body.any_model:
         for name, value in given.items():
             _at_most(value, most, name, "max-tokens-limit")
-    length = next(filter(None, given.values()), None)
+    length: int | None = next(filter(None, given.values()), None)
     if length is None:
         return default or most or None
     return min(length, most or length)

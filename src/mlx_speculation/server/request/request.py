@@ -55,7 +55,7 @@ class GenerationRequest:
 
     def texts(self) -> list["GenerationRequest"]:
         """Return a request for each text, with a seed of its own, in order."""
-        prompts = [(each,) for each in self.prompts] or [()]
+        prompts: list[Any] = [(each,) for each in self.prompts] or [()]
         seed, requests = self.sampling.seed, []
         for index, prompt in enumerate(p for p in prompts for _ in range(self.count)):
             own_seed = None if seed is None else derived_seed(seed, index)

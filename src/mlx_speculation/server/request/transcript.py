@@ -73,12 +73,12 @@ class Conversation:
         self._called: set[str] = set()  # ids of all calls
         self._system: list[str] = []
         self._turns: list[Message] = []
-        self._results: list[Message] = []  # of tools, after the last turn
+        self._results: list[tuple[Message, list[Part]]] = []  # with images, unsorted
         self._reminds = False  # whether the last turn holds reminders only
 
     def system(self, blocks: Sequence[Block], where: str) -> None:
         """Add the first or a later system message, without a client's billing line."""
-        parts = self._parts(blocks, where)
+        parts, _ = self._read("system", blocks, where)
         texts = [BILLING.sub("", part.get("text", "")) for part in parts]
         between = "\n\n" if self._between else ""
         text = between.join(text for text in texts if text)
@@ -89,21 +89,9 @@ class Conversation:
 
     def user(self, blocks: Sequence[Block], where: str, name: str = "") -> None:
         """Add a turn of the user: the results of tools first."""
-        only_results = False
-        for i, block in enumerate(blocks):
-            if not isinstance(block, ResultBlock):
-                continue
-            only_results, call, place = True, block.tool_use_id, f"{where}[{i}]"
-            if call not in self._called:
-                raise invalid(
-                    f"{place} is the result of {call[:200]!r}, and no tool_use before "
-                    "it has that id.",
-                    place,
-                )
-            failed = block.is_error
-            self.result(call, block.content, f"{place}.content", failed=failed)
-        said = self._content(self._parts(blocks, where, without=(ResultBlock,)))
-        if said or not only_results:
+        parts, _ = self._read("user", blocks, where)
+        said = self._content(parts)
+        if said or not any(isinstance(each, ResultBlock) for each in blocks):
             self._add("user", said, name=name)
 
     def assistant(
@@ -114,20 +102,8 @@ class Conversation:
         join: bool = False,  # to the message before, if that is the model's too
     ) -> None:
         """Add a turn of the model: texts, thinking and calls."""
-        parts = self._parts(blocks, where, without=(ThinkingBlock, UseBlock))
-        thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
-        calls = [
-            {
-                "id": each.id,
-                "type": "function",
-                "function": {"name": each.name, "arguments": each.input},
-            }
-            for each in blocks
-            if isinstance(each, UseBlock)
-        ]
-        self._called |= {each.id for each in blocks if isinstance(each, UseBlock)}
+        parts, more = self._read("assistant", blocks, where)
         said = "".join(part.get("text", "") for part in parts)
-        more = {"reasoning_content": "".join(thoughts), "tool_calls": calls}
         self._add("assistant", said, join=join, between=self._between, **more)
 
     def result(
@@ -139,12 +115,16 @@ class Conversation:
         *,
         failed: bool = False,
     ) -> None:
-        """Add the result of a tool; a text replaces an image that no model reads."""
-        parts = self._parts(blocks, where, noted=not self._settings.reads_images)
-        if failed and not any(part.get("text") for part in parts):
-            parts.append({"type": "text", "text": "Error"})
-        content = self._content(parts)
-        self._results.append(_message("tool", content, tool_call_id=call, name=name))
+        """Add the result of a tool."""
+        parts, _ = self._read("tool", blocks, where)
+        images = [part for part in parts if part["type"] == "image"]
+        texts = [part["text"] for part in parts if part.get("text")]
+        if failed and not texts:
+            texts = ["Error"]
+        between, empty = ("\n", "The image follows.") if images else (self._between, "")
+        said = between.join(texts) or empty
+        message = _message("tool", said, tool_call_id=call, name=name)
+        self._results.append((message, images))
 
     def chat(self, tools: Sequence[Tool], template_args: dict[str, Any]) -> Chat:
         """Return all messages in order, with the images of their parts."""
@@ -161,27 +141,40 @@ class Conversation:
             images=tuple(part.pop("data") for part in parts if "data" in part),
         )
 
-    def _parts(
-        self,
-        blocks: Sequence[Block],
-        where: str,
-        *,
-        without: tuple[type, ...] = (),  # kinds of blocks that are left out
-        noted: bool = False,  # whether texts replace images
-    ) -> list[Part]:
-        """Return blocks as text and image parts."""
-        parts = []
+    def _read(
+        self, role: str, blocks: Sequence[Block], where: str
+    ) -> tuple[list[Part], Message]:
+        """Return a turn's text and image parts, and its thinking and calls.
+
+        Results are added. A note replaces an image of a result that no model reads.
+        """
+        parts, thoughts, calls = list[Part](), list[str](), list[Message]()
         for i, block in enumerate(blocks):
             place = f"{where}[{i}]"
-            if isinstance(block, without):
-                continue
-            if isinstance(block, ImageBlock) and not noted:
-                part = image_part(block.url, place, self._settings, self._images)
-                self._images += 1
-            else:
-                part = {"type": "text", "text": self._text(block, place)}
-            parts.append(part)
-        return parts
+            match role, block:
+                case "assistant", ThinkingBlock():
+                    thoughts.append(block.thinking)
+                case "assistant", UseBlock():
+                    function = {"name": block.name, "arguments": block.input}
+                    named = {"id": block.id, "type": "function"}
+                    calls.append({**named, "function": function})
+                    self._called.add(block.id)
+                case "user", ResultBlock(tool_use_id=call):
+                    if call not in self._called:
+                        raise invalid(
+                            f"{place} is the result of {call[:200]!r}, and no tool_use "
+                            "before it has that id.",
+                            place,
+                        )
+                    content, failed = block.content, block.is_error
+                    self.result(call, content, f"{place}.content", failed=failed)
+                case _, ImageBlock() if role != "tool" or self._settings.reads_images:
+                    part = image_part(block.url, place, self._settings, self._images)
+                    self._images += 1
+                    parts.append(part)
+                case _:
+                    parts.append({"type": "text", "text": self._text(block, place)})
+        return parts, {"reasoning_content": "".join(thoughts), "tool_calls": calls}
 
     def _text(self, block: Block, where: str) -> str:
         match block:
@@ -234,16 +227,11 @@ class Conversation:
             return
         calls = self._turns[-1].get("tool_calls", ()) if self._turns else ()
         order = {call["id"]: place for place, call in enumerate(calls)}
-        self._results.sort(key=lambda it: order.get(it.get("tool_call_id"), len(order)))
-        images: list[Part] = []
-        for message in self._results:
-            content = message["content"]
-            if isinstance(content, list):
-                images += [part for part in content if part["type"] == "image"]
-                texts = [part["text"] for part in content if part["type"] == "text"]
-                message["content"] = "\n".join(texts) or "The image follows."
-        seen = [_message("user", images)] if images else []
-        self._turns += [*self._results, *seen]
+        last = len(order)
+        self._results.sort(key=lambda it: order.get(it[0].get("tool_call_id"), last))
+        images = [image for _, own in self._results for image in own]
+        self._turns += [message for message, _ in self._results]
+        self._turns += [_message("user", images)] if images else []
         self._results, self._reminds = [], False
 
 

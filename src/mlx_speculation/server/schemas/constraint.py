@@ -144,7 +144,7 @@ class AfterThinking:
         if self._answer is not None:
             return self._answer.allowed()
         if self._forced is not None:
-            return np.arange(self._forced + 1) == self._forced
+            return np.equal(np.arange(self._forced + 1), self._forced)
         return self._anything
 
     @property
