@@ -81,22 +81,21 @@ def fitted(
     messages = [form(message, traits) for message in messages]
     if tools and not traits.tools:
         messages = _with_tools(messages, tools)
-    if not traits.system:
-        messages = _without_system(messages)
-    if not traits.neighbours:
-        messages = _taking_turns(messages)
-    return list(messages)
+    if not traits.system and messages and messages[0]["role"] == "system":
+        head = [{**messages[0], "role": "user"}, *messages[1:2]]
+        messages = [*_taking_turns(head), *messages[2:]]
+    return messages if traits.neighbours else _taking_turns(messages)
 
 
 def _with_tools(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    messages: list[Message], tools: Sequence[dict[str, Any]]
 ) -> list[Message]:
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    text = TOOLS.format(listed)
+    described = {"role": "system", "content": TOOLS.format(listed)}
     first, *rest = messages
     if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
-    return [{"role": "system", "content": text}, first, *rest]
+        return [joined(first, described, "\n\n"), *rest]
+    return [described, *messages]
 
 
 def _in_words(message: Message, traits: Traits) -> Message:
@@ -135,16 +134,6 @@ def _short(name: str) -> str:
     if SHORT_ID.fullmatch(name):
         return name
     return hashlib.sha256(name.encode()).hexdigest()[:9]
-
-
-def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
-    if not messages or messages[0]["role"] != "system":
-        return messages
-    first, *rest = messages
-    first = {**first, "role": "user"}
-    if rest and rest[0]["role"] == "user":
-        return [joined(first, rest[0], "\n\n"), *rest[1:]]
-    return [first, *rest]
 
 
 def _taking_turns(messages: Sequence[Message]) -> list[Message]:

@@ -57,18 +57,16 @@ class ChatTemplate:
 
     def rendered(self, chat: Chat) -> list[int]:
         """Return the token ids of a chat without images; ApiError: it is refused."""
-        long = len(repr(chat.messages)) > LONG_CHAT
+        long, tokenizer = len(repr(chat.messages)) > LONG_CHAT, self._tokenizer
         try:
             with self._lock_of_long if long else self._lock:
                 messages, args = self.fit(chat)
                 if not self._has_template:
-                    return list(self._tokenizer.encode(convert_chat(messages)))
-                tokens = self._tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, **args
-                )
+                    return list(tokenizer.encode(convert_chat(messages)))
+                args["add_generation_prompt"] = True
+                return [*map(int, tokenizer.apply_chat_template(messages, **args))]
         except Exception as error:  # a template may raise any error
             raise refused(error) from error
-        return [int(token) for token in tokens]
 
     def fit(self, chat: Chat) -> tuple[list[Message], dict[str, Any]]:
         """Return messages that the template renders completely, and its arguments."""
@@ -87,15 +85,9 @@ class ChatTemplate:
         return str(tokenizer.response_initial_state or usual)
 
     def _text(self, messages: list[Message], tools: Any) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=True,
-                tools=tools,
-                **self._args,
-            )
-        )
+        args = {"tokenize": False, "add_generation_prompt": True, "tools": tools}
+        made = self._tokenizer.apply_chat_template(messages, **args, **self._args)
+        return str(made)
 
 
 def refused(error: Exception) -> ApiError:
