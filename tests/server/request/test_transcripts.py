@@ -19,7 +19,7 @@ from mlx_speculation.server.prompts.fitted import Traits, fitted
 from mlx_speculation.server.prompts.rendering import ChatTemplate
 from mlx_speculation.server.request.request import Chat, GenerationRequest
 from support.models.tiny_tokenizer import byte_tokenizer
-from support.processes.servers import read_body
+from support.processes.servers import read_body, refusal
 
 SETTINGS = Settings(names=("local",), reads_images=False)
 TOOL: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
@@ -193,6 +193,14 @@ def test_a_request_without_a_length_has_the_limit(
     made = make(read_body(model, body), limited)
     assert made.options["max_tokens"] == 5
     assert "max_tokens" not in make(read_body(model, body), SETTINGS).options
+
+
+def test_a_server_without_drafts_takes_a_draft_length_of_0() -> None:
+    limited = Settings(names=("local",), limits=Limits(draft_tokens=0))
+    for length, status in ((0, 0), (1, 400)):
+        body = {"messages": [turn("user", "Q")], "num_draft_tokens": length}
+        made = read_body(ChatBody, body)
+        assert refusal(lambda: chat_request(made, limited)) == status  # noqa: B023
 
 
 def allowed(api: str, mode: str, *names: str) -> tuple[list[str], Any]:

@@ -223,19 +223,19 @@ def _check_model(body: TextOptions, settings: Settings) -> None:
 def _length(body: TextOptions, settings: Settings, default: int) -> int | None:
     """Return the maximum length of a text; None: only the context limits it."""
     given = {name: getattr(body, name) for name in body.lengths}
-    most = settings.limits.max_tokens
+    most = settings.limits.max_tokens or None
     if not body.any_model:
         for name, value in given.items():
             _at_most(value, most, name, "max-tokens-limit")
     length: int | None = next(filter(None, given.values()), None)
     if length is None:
-        return default or most or None
+        return default or most
     return min(length, most or length)
 
 
-def _at_most(value: int | None, most: int, field: str, option: str) -> None:
-    """Raise if a number is above the server's limit `most`; 0: no limit."""
-    if value is not None and most and value > most:
+def _at_most(value: int | None, most: int | None, field: str, option: str) -> None:
+    """Raise if a number is above the server's limit `most`; None: no limit."""
+    if value is not None and most is not None and value > most:
         raise invalid(
             f"{field} is {short(value)}; at most {most} is allowed. Ask for less, or "
             f"start the server with a larger --{option}.",
@@ -245,7 +245,7 @@ def _at_most(value: int | None, most: int, field: str, option: str) -> None:
 
 def _draft_length(body: TextOptions, settings: Settings) -> int | None:
     """Check options of drafts, and return the draft length; None: the server's."""
-    most, drafts = settings.limits.draft_tokens or -1, body.speculative
+    most, drafts = settings.limits.draft_tokens, body.speculative
     length, name = getattr(body, "num_draft_tokens", None), drafts.draft
     _at_most(length, most, "num_draft_tokens", "max-draft")
     _at_most(drafts.max_draft, most, "speculative.max_draft", "max-draft")

@@ -207,21 +207,20 @@ class SchemaCompilers:
         with self._lock:
             if self._template is not None:
                 self._template.close()
-                self._template = None
 
     def _fork(self, tokenizer: Any, waiting: Callable[[], None]) -> Child:
         """Return a new child of the template, which is started if it does not run."""
         with self._lock:
             waiting()
-            if self._template is not None and not self._template.alive:
-                LOG.error("the process that schemas are compiled from was lost")
-                self._template.close()
-                self._template = None
-            if self._template is None:
+            template = self._template
+            if template is None or not template.alive:
+                if template is not None:
+                    LOG.error("the process that schemas are compiled from was lost")
+                    template.close()
                 limits = {**asdict(self._limits), "step_seconds": STEP_SECONDS}
                 vocabulary = portable_vocabulary(tokenizer)
-                self._template = Template(vocabulary, limits, waiting)
-            return self._template.fork()
+                self._template = template = Template(vocabulary, limits, waiting)
+            return template.fork()
 
     def _refusal(self, status: int | None, *, masks: bool = False) -> ApiError:
         """Return the error of an ended child; `masks`: its schema was compiled."""
