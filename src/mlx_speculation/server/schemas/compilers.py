@@ -69,17 +69,14 @@ class Template:
         self._lock = threading.Lock()
         self.end_token = vocabulary.end  # the largest id: the end of a text
         self._control, other = Pipe()
-        # The template needs no library that is preloaded here, such as a BLAS.
-        environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM), str(other.fileno())],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", str(PROGRAM)],
+                stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(other.fileno(),),
                 start_new_session=True,
-                env=environment,
+                env={**os.environ, "LD_PRELOAD": ""},  # it needs no BLAS
             )
         settings = {"end": vocabulary.end, "limits": limits}
         message = json.dumps({**settings, "tokenizer": vocabulary.text}).encode()
@@ -181,7 +178,6 @@ class SchemaCompilers:
                 raise unavailable(CLOSING)
             check()
 
-        waiting()
         while not self._places.acquire(timeout=POLL_SECONDS):
             waiting()
         with ExitStack() as stack:

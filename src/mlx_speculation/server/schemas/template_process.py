@@ -1,10 +1,7 @@
 """The program of the template process, which forks a child for each schema.
 
-    python -P template_process.py DESCRIPTOR
-
-DESCRIPTOR is that of a connection to the server. The server sends settings and the
-tokenizer as JSON; the template answers "ready" or an error text. Then each message is a
-command:
+Its standard input is a connection to the server, which sends settings and the tokenizer
+as JSON. The template answers "ready" or an error text. Then each message is a command:
 
     fork    fork a child. The descriptor of the child's connection follows; the answer
             is the child's process id
@@ -136,7 +133,7 @@ def main() -> None:
     import llguidance  # here, so that the server can import this module
 
     os.nice(NICE)
-    control = Connection(int(sys.argv[1]))
+    control = Connection(sys.stdin.fileno())
     settings = json.loads(control.recv_bytes())
     vocabulary, end = settings.pop("tokenizer"), settings["end"]
     try:
