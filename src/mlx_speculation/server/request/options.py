@@ -130,9 +130,8 @@ class TextFormat(RequestModel):
     @property
     def wanted(self) -> Object | None:
         """The JSON schema that a text has to fit; None: any text is allowed."""
-        if self.type == "json_object":
-            return {"type": "object"}
-        return self.json_schema if self.type == "json_schema" else None
+        known = {"json_object": {"type": "object"}, "json_schema": self.json_schema}
+        return known.get(self.type)
 
 
 class FormatConfig(RequestModel):
