@@ -229,7 +229,7 @@ class Conversation:
         order = {call["id"]: place for place, call in enumerate(calls)}
         last = len(order)
         self._results.sort(key=lambda it: order.get(it[0].get("tool_call_id"), last))
-        images = [image for _, own in self._results for image in own]
+        images = [image for _, seen in self._results for image in seen]
         self._turns += [message for message, _ in self._results]
         self._turns += [_message("user", images)] if images else []
         self._results, self._reminds = [], False

@@ -98,20 +98,14 @@ class Template:
     def fork(self) -> "Child":
         """Return a new child, which may already have ended."""
         channel, theirs = Pipe()
-        try:
-            with theirs:
-                return Child(self, channel, self.ask(FORK, theirs.fileno()))
-        except ApiError:
-            channel.close()
-            raise
+        with theirs:
+            return Child(self, channel, self.ask(FORK, theirs.fileno()))
 
     def close(self) -> None:
         """Kill the template and all children."""
         if self._process.returncode is None:
-            try:
+            with suppress(OSError):  # all have ended
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except OSError:  # the process has no group yet, or has ended
-                self._process.kill()
             self._process.wait()
         with self._lock:
             self._control.close()
