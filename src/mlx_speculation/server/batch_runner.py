@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlx_speculation.engine import SpeculativeGenerator
+from mlx_speculation.engine import Chunk, Result, SpeculativeGenerator
 from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.batch.results import BatchResponse
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.options import StreamKeywords
@@ -20,10 +21,6 @@ from mlx_speculation.server.api_errors import ApiError, as_api_error, invalid, l
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job, Piece, Token
 from mlx_speculation.server.metrics import Metrics
-
-if TYPE_CHECKING:
-    from mlx_speculation.engine import Chunk, Result
-    from mlx_speculation.engine.batch.results import BatchResponse
 
 LOG = logging.getLogger("mlx_speculation.server")
 
@@ -146,7 +143,7 @@ class Rows:
             "kv_quantization": quantization,
         }
 
-    def _hand_out(self, uid: int, responses: "list[BatchResponse]") -> None:
+    def _hand_out(self, uid: int, responses: list[BatchResponse]) -> None:
         job, last = self._jobs[uid], responses[-1]
         if job.began is None:
             job.began = time.monotonic()
@@ -160,7 +157,7 @@ class Rows:
         else:
             job.put(Piece(pieces, tokens, result))
 
-    def _let_go(self, uid: int) -> "Result":
+    def _let_go(self, uid: int) -> Result:
         """Remove a row, count it in the metrics, and return its result."""
         result = self._batch.remove(uid)
         job = self._jobs.pop(uid)
@@ -178,7 +175,7 @@ class TokenTexts:
         self._text = TextDetokenizer(tokenizer, (), ())
         self._length = 0  # characters so far
 
-    def token(self, chunk: "Chunk") -> Token:
+    def token(self, chunk: Chunk) -> Token:
         """Return the next token of the row, with its text and alternatives."""
         assert chunk.logprob is not None
         shown = ((chunk.token, chunk.logprob.value), *chunk.logprob.top)
@@ -190,7 +187,7 @@ class TokenTexts:
         return replace(chosen, top=tuple(top), start=start)
 
 
-def _line(job: Job, result: "Result") -> str:
+def _line(job: Job, result: Result) -> str:
     stats, now = result.stats, time.monotonic()
     began = job.began or now
     queued = (job.reading or began) - job.arrived

@@ -14,10 +14,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation import PrefixCache
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.options import GeneratorKeywords
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
@@ -34,14 +35,11 @@ from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.prompts.rendering import ChatTemplate, refused
 from mlx_speculation.server.schemas.compilers import SchemaCompilers
 
-if TYPE_CHECKING:
-    from mlx_speculation import PrefixCache
-
 LOG = logging.getLogger("mlx_speculation.server")
 IDLE_SECONDS, POLL_SECONDS = 0.1, 0.01
 EXIT_SECONDS = 60.0  # for the thread to end when the program exits
 
-MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
+MakeGenerator = Callable[[PrefixCache | None], SpeculativeGenerator]
 
 
 class Worker:
@@ -57,7 +55,7 @@ class Worker:
         settings: Settings,
         metrics: Metrics,
         make_generator: MakeGenerator,
-        prefixes: "PrefixCache | None",
+        prefixes: PrefixCache | None,
     ) -> None:
         group = mx.distributed.init()
         if group.size() > 1:
@@ -252,7 +250,7 @@ def _beside(
     generator: SpeculativeGenerator,
     draft: str | None,
     exact: bool,
-    prefixes: "PrefixCache | None",
+    prefixes: PrefixCache | None,
 ) -> SpeculativeGenerator:
     """Return a generator of the same target, with another draft or mode.
 

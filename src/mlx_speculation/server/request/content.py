@@ -3,7 +3,7 @@
 Blocks of a provider's own servers become empty texts: other blocks keep their index.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -122,6 +122,7 @@ Block = (
     | UseBlock
     | ResultBlock
 )
+Blocks = Sequence[Block]
 Content = Annotated[
     list[Annotated[Block, Field(discriminator="type")]], BeforeValidator(_blocks)
 ]

@@ -18,6 +18,7 @@ from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.content import (
     Block,
+    Blocks,
     DocumentBlock,
     ImageBlock,
     ReferenceBlock,
@@ -76,7 +77,7 @@ class Conversation:
         self._results: list[tuple[Message, list[Part]]] = []  # with images, unsorted
         self._reminds = False  # whether the last turn holds reminders only
 
-    def system(self, blocks: Sequence[Block], where: str) -> None:
+    def system(self, blocks: Blocks, where: str) -> None:
         """Add the first or a later system message, without a client's billing line."""
         parts, _ = self._read("system", blocks, where)
         texts = [BILLING.sub("", part.get("text", "")) for part in parts]
@@ -87,7 +88,7 @@ class Conversation:
         elif text:
             self._system.append(text)
 
-    def user(self, blocks: Sequence[Block], where: str, name: str = "") -> None:
+    def user(self, blocks: Blocks, where: str, name: str = "") -> None:
         """Add a turn of the user: the results of tools first."""
         parts, _ = self._read("user", blocks, where)
         said = self._content(parts)
@@ -96,7 +97,7 @@ class Conversation:
 
     def assistant(
         self,
-        blocks: Sequence[Block],
+        blocks: Blocks,
         where: str,
         *,
         join: bool = False,  # to the message before, if that is the model's too
@@ -109,7 +110,7 @@ class Conversation:
     def result(
         self,
         call: str,
-        blocks: Sequence[Block],
+        blocks: Blocks,
         where: str,
         name: str = "",
         *,
@@ -142,7 +143,7 @@ class Conversation:
         )
 
     def _read(
-        self, role: str, blocks: Sequence[Block], where: str
+        self, role: str, blocks: Blocks, where: str
     ) -> tuple[list[Part], Message]:
         """Return a turn's text and image parts, and its thinking and calls.
 

@@ -18,29 +18,15 @@ from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from pathlib import Path
 from typing import Any
 
-from mlx_speculation.samplers.constraints.llguidance import (
-    PortableVocabulary,
-    not_enforced,
-    portable_vocabulary,
-    unreadable_tokenizer,
-    unusable,
-)
+from mlx_speculation.samplers.constraints import llguidance
 from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.config import Limits
+from mlx_speculation.server.schemas import template_process as program
 from mlx_speculation.server.schemas.constraint import SchemaConstraint, unpacked
-from mlx_speculation.server.schemas.template_process import (
-    FORK,
-    LARK,
-    NOT_ENFORCED,
-    OUT_OF_MEMORY,
-    UNUSABLE,
-)
 
 LOG = logging.getLogger("mlx_speculation.server")
-PROGRAM = Path(__file__).with_name("template_process.py")
 POLL_SECONDS = 0.05
 # Time limits of the template process: to read the tokenizer; to fork or end a child.
 START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
@@ -62,7 +48,7 @@ class Template:
 
     def __init__(
         self,
-        vocabulary: PortableVocabulary,
+        vocabulary: llguidance.PortableVocabulary,
         limits: dict[str, Any],
         check: Callable[[], None],
     ) -> None:
@@ -71,7 +57,7 @@ class Template:
         self._control, other = Pipe()
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM)],
+                [sys.executable, "-P", program.__file__],
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -85,7 +71,7 @@ class Template:
             if answer is None:
                 raise unavailable(LOST)
             if answer != b"ready":
-                raise unreadable_tokenizer(answer.decode())
+                raise llguidance.unreadable_tokenizer(answer.decode())
         except BaseException:
             self.close()
             raise
@@ -99,7 +85,7 @@ class Template:
         """Return a new child, which may already have ended."""
         channel, theirs = Pipe()
         with theirs:
-            return Child(self, channel, self.ask(FORK, theirs.fileno()))
+            return Child(self, channel, self.ask(program.FORK, theirs.fileno()))
 
     def close(self) -> None:
         """Kill the template and all children."""
@@ -181,7 +167,7 @@ class SchemaCompilers:
             answer = asked(child.channel, text.encode(), compiling, waiting)
             if answer is None:
                 raise self._refusal(child.end())
-            if answer[:1] in (UNUSABLE, NOT_ENFORCED):
+            if answer[:1] in (program.UNUSABLE, program.NOT_ENFORCED):
                 raise _refused(text, answer)
 
             def ask(step: bytes) -> bytes | str:
@@ -208,7 +194,7 @@ class SchemaCompilers:
                     LOG.error("the process that schemas are compiled from was lost")
                     template.close()
                 limits = {**asdict(self._limits), "step_seconds": STEP_SECONDS}
-                vocabulary = portable_vocabulary(tokenizer)
+                vocabulary = llguidance.portable_vocabulary(tokenizer)
                 self._template = template = Template(vocabulary, limits, waiting)
             return template.fork()
 
@@ -224,7 +210,7 @@ class SchemaCompilers:
             "patterns under allOf cost most."
         )
         memory = f"{limits.schema_megabytes} MiB"
-        if status == OUT_OF_MEMORY << 8:
+        if status == program.OUT_OF_MEMORY << 8:
             what = f"needs more than {memory} of memory"
             said = said.format(what, "--max-schema-megabytes")
         elif status not in (signal.SIGALRM, signal.SIGKILL):
@@ -244,11 +230,11 @@ class SchemaCompilers:
 
 def _refused(schema: str, answer: bytes) -> ApiError:
     """Return the error for a client whose schema llguidance refuses."""
-    calls, reason = schema.startswith(LARK), answer[1:].decode()
+    calls, reason = schema.startswith(program.LARK), answer[1:].decode()
     field, kind = ("tools", "grammar of the tools") if calls else (FIELD, "JSON schema")
-    if answer[:1] == NOT_ENFORCED:
-        return invalid(str(not_enforced(reason, kind)), field)
-    return invalid(str(unusable(reason, schema, kind)), field)
+    if answer[:1] == program.NOT_ENFORCED:
+        return invalid(str(llguidance.not_enforced(reason, kind)), field)
+    return invalid(str(llguidance.unusable(reason, schema, kind)), field)
 
 
 def asked(
