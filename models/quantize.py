@@ -16,7 +16,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 BITS = (2, 3, 4, 5, 6, 8)
 # Tried in this order. A larger group takes fewer bytes and is less precise.
-GROUP_SIZES = (64, 32, 128)
+GROUP_SIZES = (64, 32)
 
 
 def check_bits(bits: Any) -> None:

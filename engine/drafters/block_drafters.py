@@ -102,8 +102,9 @@ class DFlashDraft(HeadDraft):
             ConventionError: the drafter predicts no better than chance.
         """
         starts = None if tokenizer is None else starts_for(tokenizer)
-        more = {} if anchor is None else {"anchor": anchor}
-        loaded = cls._load(folder, model, layer_ids=layer_ids, starts=starts, **more)
+        loaded = cls._load(
+            folder, model, layer_ids=layer_ids, anchor=anchor, starts=starts
+        )
         made = cls(model, loaded.head, loaded.layers)
         made.say(loaded.notice)
         return made
@@ -135,7 +136,7 @@ class DFlash2Draft(DFlashDraft):
 
     kind = "dflash2"
     fits = staticmethod(is_dflash2)
-    _load = staticmethod(load_dflash2)  # which takes no `anchor`
+    _load = staticmethod(load_dflash2)
 
     def _on_target(self, layers: tuple[int, ...]) -> DFlash:
         return DFlash2(self.head, self.taps, layers)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.checkpoints.joined_head import Loaded, OwnEnds
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.tensor_kind import check_kind
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.dflash import DFlashSettings, build, read_blocks
+from mlx_speculation.models.dflash.config import Anchor
 from mlx_speculation.models.dflash2.config import NAME, DFlash2Settings, read_settings
 from mlx_speculation.models.dflash2.head import DFlash2, DFlash2Head
 from mlx_speculation.models.introspect.find_parts import find_parts
@@ -23,14 +24,21 @@ def load_dflash2(
     model: nn.Module,
     *,
     layer_ids: LayerIds | None = None,
+    anchor: Anchor | None = None,
     starts: Sequence[Sequence[int]] | None = None,
 ) -> Loaded:
     """Load the DFlash2 drafter in a folder of its own; see `load_dflash`.
 
     Raises:
+        InvalidRequestError: `anchor` is "samples".
         ModelFolderError: the drafter is of another kind or target, or not complete.
         ConventionError: the drafter scores no better than chance on any layers.
     """
+    if anchor == "samples":
+        raise InvalidRequestError(
+            f"anchor is 'samples', but each row of a {NAME} predicts the token at its "
+            "own position, which is 'given'. Leave anchor out."
+        )
     folder = Path(folder).expanduser()
     config = read_config(folder)
     weights = read_blocks(folder, NAME)
@@ -59,7 +67,7 @@ def load_dflash2(
         name=NAME,
         on_target=DFlash2,
         layer_ids=layer_ids,
-        anchor="given",  # a row always predicts the token at its own position
+        anchor="given",
         starts=starts,
     )
 

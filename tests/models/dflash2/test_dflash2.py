@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation.engine import DFlash2Draft
-from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.dflash2.config import read_settings
 from mlx_speculation.models.dflash2.head import BlockConvolution
 from mlx_speculation.models.dflash2.load import load_dflash2
@@ -42,6 +42,13 @@ def test_ids_that_the_target_lacks_are_no_candidates(tmp_path: Path) -> None:
     for _, ids in drafted(made, prompt_of(20), DRAFTS).seen:
         assert ids is not None
         assert int(ids.max()) < 40
+
+
+def test_its_anchor_is_always_given(tmp_path: Path) -> None:
+    folder, model = write_block(tmp_path, "dflash2", LAYERS), build("llama", layers=4)
+    DFlash2Draft.from_folder(folder, model, anchor="given")
+    with pytest.raises(InvalidRequestError, match="anchor is 'samples'"):
+        DFlash2Draft.from_folder(folder, model, anchor="samples")
 
 
 def test_its_own_cap_is_not_put_on_the_targets(tmp_path: Path) -> None:
