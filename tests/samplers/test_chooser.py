@@ -63,7 +63,7 @@ def test_noise_depends_on_seed_position_and_id_alone(
 def test_noise_drawn_in_blocks_is_the_same_noise(
     width: int, blocks: list[tuple[int, int]], scattered: list[int]
 ) -> None:
-    """This holds within a block, across two, and in any order of calls."""
+    """Positions lie in one block or across two, in any order of calls."""
     key = stream_key(5, CHOICE)
     noise = GumbelNoise(key, width)
     for positions in [*(range(a, a + n) for a, n in blocks), scattered]:
@@ -142,8 +142,7 @@ def test_a_chooser_needs_a_seed() -> None:
 
 @pytest.mark.parametrize("top_p", [0.0, 0.7])
 def test_choices_follow_the_filtered_tempered_distribution(top_p: float) -> None:
-    """Chi-square over 60,000 positions and 16 tokens: detects a total variation of 0.02
-    (40,224 samples give a power of 0.99); the bound has odds of 1e-6."""
+    """Chi-square over 60,000 positions detects a total variation of 0.02."""
     count, vocab = 60_000, 16
     logits = mx.broadcast_to(rows(5, 1, vocab) / 3, (count, vocab))
     sampling = Sampling(temperature=0.8, top_p=top_p, seed=9)

@@ -68,7 +68,7 @@ def test_rows_together_and_beside_padding_score_as_each_row_alone(
     limit: int,
     dtype: mx.Dtype,
 ) -> None:
-    """They are equal bit for bit, with noise and coins, and with drafts on the host."""
+    """Scores have equal bits, with noise and coins, and with drafts on the host."""
     sampling = Sampling(
         **penalties,
         **filters,
@@ -99,8 +99,7 @@ def test_rows_together_and_beside_padding_score_as_each_row_alone(
 def mlx_lms_kept(processed: mx.array, filters: dict[str, Any], coin: float) -> mx.array:
     """Return which ids mlx-lm's filters keep, in `make_sampler`'s order, given a coin.
 
-    They get logits, as ours do, and top-p is ours. test_filters.py compares
-    top-p, and the filters of log-probabilities, with mlx-lm's.
+    The top-p is ours; test_filters.py compares it with mlx-lm's.
     """
     left = processed
     if 0 < filters["top_p"] < 1:
@@ -157,7 +156,7 @@ def test_the_distribution_is_mlx_lms(
 
 
 def test_a_coin_belongs_to_its_position() -> None:
-    """It is the same for any number of rows, and for draft and target."""
+    """A coin is the same for any number of rows, and for draft and target."""
     chooser = Chooser(
         Sampling(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.2, seed=4), 3
     )

@@ -54,7 +54,7 @@ def test_a_seed_chooses_what_it_always_chose(acceptance: Any) -> None:
 
 
 def test_defaults_are_mlx_lms() -> None:
-    """0 and None both mean off, and so does an empty collection."""
+    """0, None and an empty collection all mean off."""
     ours = {field.name: getattr(Sampling(), field.name) for field in fields(Sampling)}
     renamed = {"temp": "temperature"}
     for function in (make_sampler, make_logits_processors):

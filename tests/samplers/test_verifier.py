@@ -128,7 +128,6 @@ def test_keyed_tokens_do_not_depend_on_the_draft(
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_rounds_that_begin_elsewhere_draw_anew(acceptance: Acceptance) -> None:
-    """Two rounds with different starts draw differently at the same position."""
     options = {"temperature": 1.0, "seed": 7}
     flat = mx.zeros((1, WIDTH))
     chosen = []

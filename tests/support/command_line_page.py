@@ -1,8 +1,6 @@
-"""Writes the page about the command line from the help texts of the commands.
+"""Writes docs/command_line.md from the help texts of the commands.
 
-    PYTHONPATH=src:tests python -m support.command_line_page docs/command_line.md
-
-A test checks that the page is current.
+PYTHONPATH=src:tests python -m support.command_line_page docs/command_line.md
 """
 
 import sys
@@ -58,7 +56,6 @@ ELSEWHERE = {
 
 
 def commands() -> dict[str, Any]:
-    """Return the commands by name, in the order of the help."""
     group: Any = typer.main.get_command(app)
     return dict(group.commands)
 
@@ -71,7 +68,6 @@ def panel(parameter: Any) -> str:
 
 
 def page() -> str:
-    """Return the page."""
     parts = [START, *_shared()]
     for name, command in commands().items():
         parts += [f"## {name}\n", f"{command.help}\n", *_own_options(name, command)]

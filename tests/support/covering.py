@@ -1,10 +1,7 @@
-"""Selects the combinations of parameters that `make test` runs.
+"""Selects the combinations of parameters that `make test` runs; the others are slow.
 
-The number of combinations grows with each parameter, but most faults show with one
-value of a parameter, or with a pair of values of two parameters. So the quick
-combinations cover every value of each parameter, and every pair of values of the
-parameters that are named as pairs. The other combinations are marked slow and run in
-`make test-long` only.
+Most faults show with one value of a parameter, or with a pair of values of two. So the
+quick combinations have every value, and every pair of the parameters named as pairs.
 """
 
 from collections import Counter
@@ -14,8 +11,7 @@ from typing import Any
 
 import pytest
 
-# A value that must occur, or two that must occur together; each is a pair of indices:
-# (parameter, value).
+# Indices (parameter, value) of a value that must occur, or of two that must meet.
 Need = frozenset[tuple[int, int]]
 
 
@@ -30,10 +26,8 @@ def covering(
 
     Args:
         values: the values of each parameter.
-        pairs: indices of two parameters each; the quick combinations cover every pair
-            of their values.
-        quick: index of a parameter, and its values that may be quick; combinations
-            with its other values are all slow.
+        pairs: two parameters each, by index; every pair of their values is quick.
+        quick: a parameter, by index, and its values that may be quick.
     """
     lists = [list(each) for each in values]
     places = list(product(*(range(len(each)) for each in lists)))
@@ -66,8 +60,8 @@ def _covering_places(
 ) -> set[tuple[int, ...]]:
     """Return combinations that meet all needs, chosen greedily.
 
-    Each choice is the combination that meets the largest number of open needs. Of
-    several, it is the one whose values have been used least, and of these the first.
+    Each choice meets the most open needs. Of equal choices, the one with the least used
+    values is taken, and then the first.
     """
     met_by = {each: _needs(each, pairs) for each in places}
     left = set[Need]().union(*met_by.values())
@@ -90,7 +84,6 @@ def _covering_places(
 def _needs(
     chosen: tuple[int, ...], pairs: Collection[tuple[int, int]]
 ) -> frozenset[Need]:
-    """Return the needs that one combination meets."""
     values = list(enumerate(chosen))
     alone = [frozenset({value}) for value in values]
     return frozenset(

@@ -46,11 +46,9 @@ class Run:
 
     @property
     def emitted(self) -> list[int]:
-        """The tokens after the prompt."""
         return self.sequence.tokens[len(PROMPT) :]
 
     def next_round(self) -> None:
-        """Run a round."""
         budget = self.most - len(self.emitted)
         self.decoder.next_round([budget], [lambda t: self.cut(t)])
 
@@ -107,5 +105,4 @@ def failing(owner: Any, name: str, call: int, error: BaseException) -> Iterator[
 
 
 def label(value: Any) -> str | None:
-    """Return the name of a step for a test id."""
     return f"{value[1]}-{value[2]}" if isinstance(value, tuple) else None

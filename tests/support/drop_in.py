@@ -58,14 +58,8 @@ def both(
 ) -> tuple[Answer, Answer]:
     """Return mlx-lm's answer without a draft, and ours.
 
-    Args:
-        model: the target.
-        tokenizer: its tokenizer.
-        prompt: text or ids.
-        count: number of responses after which both are closed.
-        ours: options for our generation alone.
-        theirs: options for mlx-lm's generation alone.
-        options: options for both.
+    `ours` and `theirs` are options of one alone, `options` of both. Both streams are
+    closed after `count` responses.
     """
     expected = Answer.of(
         mlx_lm.stream_generate(model, tokenizer, prompt, **options, **(theirs or {})),

@@ -1,7 +1,7 @@
 """Runs many quick combinations of parameters in one test.
 
-A parametrized test costs a few milliseconds for each case, which is much for hundreds
-of small cases. If a combination fails, a note on the error names the combination.
+A parametrized test would cost a few milliseconds for each case. A note on the error
+names the combination that failed.
 """
 
 import inspect
@@ -14,11 +14,8 @@ from typing import Any
 def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
     """Call a test with every combination of values, until one fails.
 
-    All combinations share the fixtures of the test, so a test that patches something or
-    writes to a folder cannot use `each`.
-
-    Args:
-        values: the values of each parameter, by its name.
+    All combinations share the test's fixtures, so the test must not patch anything or
+    write to a folder.
     """
     lists = {name: list(of) for name, of in values.items()}
     assert all(lists.values()), "a parameter without values would test nothing"

@@ -1,11 +1,8 @@
 """Compares texts in exact mode with and without a drafter, bit for bit.
 
-Heads have random weights, so few of their tokens would be accepted. A drafter's logits
-are therefore raised at tokens of the plain text, so that most drafted tokens are
-accepted; the drafter's forwards, caches and states are not changed.
-
-`compare` runs in a process of its own, where OpenBLAS can be loaded. It prints a line
-for each pair of a target and a drafter.
+Heads have random weights. A drafter's logits are therefore raised at tokens of the
+plain text, so that most drafted tokens are accepted. `compare` runs in a process of its
+own, where OpenBLAS can be loaded.
 """
 
 import json
@@ -47,21 +44,13 @@ Pair = tuple[nn.Module, Any]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Comparison of a text with drafts and a text without.
+    """Comparison of a text with drafts and a text without."""
 
-    Attributes:
-        tokens: number of tokens that differ in exact mode.
-        logprobs: number of tokens whose log-probabilities differ in a bit, likewise.
-        control: like `logprobs`, but without exact mode, where it may be above 0.
-        accepted: number of accepted drafted tokens, in exact mode.
-        rejected: number of rejected drafted tokens, in exact mode.
-    """
-
-    tokens: int
-    logprobs: int
-    control: int
-    accepted: int
-    rejected: int
+    tokens: int  # that differ in exact mode
+    logprobs: int  # that differ in a bit in exact mode
+    control: int  # like `logprobs`, but without exact mode; may be above 0
+    accepted: int  # drafted tokens, in exact mode
+    rejected: int  # drafted tokens, in exact mode
 
 
 @contextmanager
@@ -197,7 +186,6 @@ def _differing(some: Sequence[Any] | None, others: Sequence[Any] | None) -> int:
 
 
 def compare(cases: Sequence[tuple[str, str]]) -> None:
-    """Print the comparison of each pair and sampling."""
     for name, chosen in cases:
         differences = compare_pair(name, SAMPLINGS[chosen])
         print(json.dumps(asdict(differences)))  # noqa: T201

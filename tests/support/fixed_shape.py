@@ -1,7 +1,6 @@
-"""Compares the logits at each position of a text in exact mode, with different drafts.
+"""Compares logits in exact mode at each position of a text, with different drafts.
 
-`compare` runs in a process of its own, where OpenBLAS can be loaded. It prints for each
-architecture how many rows of logits differ in exact mode, and how many without it.
+`compare` runs in a process of its own, where OpenBLAS can be loaded.
 """
 
 import json
@@ -30,15 +29,10 @@ PROMPT = 9
 
 
 class Round(NamedTuple):
-    """Draft of a round.
-
-    Attributes:
-        drafted: number of drafted tokens.
-        right: number of tokens before the first wrong one.
-    """
+    """Draft of a round."""
 
     drafted: int
-    right: int
+    right: int  # drafted tokens before the first wrong one
 
 
 def text_of(length: int, vocab: int = 256) -> list[int]:
@@ -68,14 +62,7 @@ def kept_rows(
 ) -> Logits:
     """Return the logits of every committed row by position, float32 [vocab] each.
 
-    Args:
-        model: a model with its hooks.
-        text: the tokens to decode; a wrong draft token differs from the text.
-        rounds: the draft of each round; plain steps follow to the end.
-        shape: fixed shape of the forwards; None: not in exact mode.
-        prompt: number of tokens that are prefilled.
-        quantization: of the caches.
-        feed: prefills the prompt.
+    Plain steps follow the rounds to the end. Without a shape, the mode is not exact.
     """
     lane = Lane(model, sliding="slack", shape=shape)
     lane.quantization = quantization

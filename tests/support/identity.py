@@ -55,17 +55,11 @@ def check_identity(
 ) -> Compared:
     """Assert that drafts of several kinds do not change texts, greedy and sampled.
 
-    Greedy text has to equal that of mlx-lm's own loop; sampled text, whose noise mlx-lm
-    lacks, has to equal that of our plain decoding.
+    Greedy text must equal that of mlx-lm's own loop. Sampled text must equal our plain
+    decoding, since mlx-lm lacks our noise.
 
     Args:
-        model: the target, and the draft model of the kind "right".
-        prompt: token ids.
-        draft_length: tokens drafted in a round.
-        tokens: number of tokens to generate.
         bitwise: whether near-ties are forbidden.
-        kinds: kinds of draft, from `DRAFTERS`.
-        samplings: sampling options.
         passed: whether to pass a `prompt_cache`, which must hold the whole text at the
             end.
     """
@@ -151,14 +145,8 @@ def assert_same_up_to_ties(
 ) -> identity.Parting | None:
     """Assert that two texts are equal or first differ at a near-tie; return the tie.
 
-    Args:
-        model: the model that generated both texts.
-        chooser: the chooser of both texts, for its scores.
-        prompt: the tokens before both texts.
-        expected: the text of plain decoding.
-        got: the other text.
-        width: the largest number of tokens in a forward of the other text, k + 1.
-        make_lane: makes the caches that both texts were written with.
+    `width` is the largest number of tokens in a forward of the text `got`, k + 1.
+    `make_lane` makes the caches that both texts were written with.
     """
     parting = identity.find_parting(
         model, chooser, prompt, expected, got, width=width, make_lane=make_lane

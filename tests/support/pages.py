@@ -18,17 +18,13 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Return the code blocks of a page in a language."""
     fenced = rf"^```{language}\n(.*?)^```"
     text = page.read_text("utf-8")
     return re.findall(fenced, text, flags=re.DOTALL | re.MULTILINE)
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Yield the commands in the shell blocks of a page, as lists of words.
-
-    Comments are left out; `a && b` are two commands.
-    """
+    """Yield the commands in the shell blocks of a page, as lists of words."""
     for block in blocks(page, "sh"):
         pending = ""
         for line in block.replace("\\\n", " ").splitlines():

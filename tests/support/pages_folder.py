@@ -18,10 +18,9 @@ TEMPLATE = (
 
 
 def fill(folder: Path) -> None:
-    """Put models at the paths that the pages use.
+    """Put the smallest bundled model at the paths that the pages use.
 
-    Each is the smallest bundled model. The folder `UNTRAINED` has only its config, and
-    the chat model has a chat template as well.
+    The folder `UNTRAINED` has only its config. The chat model has a chat template too.
     """
     small = demo_models()["draft"]
     for name in (TARGET, DRAFT, HEAD):

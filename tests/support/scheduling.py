@@ -1,23 +1,16 @@
 """Scheduling of the tests' threads; imported before all else.
 
-Each core has a worker of pytest. Threads of a BLAS that wait for each other would spin
-on the cores of other workers, so a BLAS may use only one thread.
+Each core has a worker of pytest.
+- A BLAS may use one thread: waiting threads would spin on the cores of other workers.
+- By default a woken thread of mlx takes the core from the thread that is about to hand
+  over the next operation, 100,000 times in a test of texts. SCHED_BATCH lets it wait.
+- mlx keeps its reference BLAS, with which rows are equal bit for bit.
+- A worker is pinned to a core: waking threads on another one costs a tenth of its time.
+- The garbage collector is off until all modules are imported: it would take a fifth of
+  the time of the imports.
 
-A thread of mlx runs the operations that the calling thread hands over. By default a
-woken thread takes the core from the calling thread, which is about to hand over the
-next operation. This happens some 100,000 times in a test of texts. Under SCHED_BATCH
-the woken thread waits.
-
-mlx keeps its reference BLAS, with which rows are equal bit for bit; tests import mlx
-before this package, so another BLAS could not be loaded.
-
-Processes that tests start inherit the thread limit, SCHED_BATCH and the BLAS.
-
-A worker is pinned to a core, since waking threads on another core would cost a tenth
-of its time. Processes that the worker starts may use all cores.
-
-The garbage collector is off until all modules are imported: it would take a fifth of
-the time of the imports.
+Processes that tests start inherit the thread limit, SCHED_BATCH and the BLAS, and may
+use all cores.
 """
 
 import gc

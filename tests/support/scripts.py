@@ -34,14 +34,7 @@ def save_tiny(folder: Path, name: str = "llama") -> Path:
 def run_script(
     script: str, folder: Path, options: str = "", *arguments: str
 ) -> dict[str, Any]:
-    """Run a script with one model as target and draft model; return the report.
-
-    Args:
-        script: name of the script.
-        folder: folder of the model.
-        options: further options, besides those of the models and the BLAS.
-        arguments: positional arguments.
-    """
+    """Run a script with one model as target and draft model; return the report."""
     app = importlib.import_module(script).app
     taken = app.registered_commands[0].callback.__annotations__
     models = {"target": "--target", "draft_model": "--draft-model"}

@@ -1,7 +1,4 @@
-"""A cache is refused if one of its fields does not fit the others.
-
-Each line of `FLAWS` names a valid cache and a change of its fields.
-"""
+"""A cache is refused if one of its fields does not fit the others."""
 
 from typing import Any
 

@@ -71,7 +71,6 @@ def mass_above(log_probs: mx.array) -> Any:
 def test_the_edge_of_top_p_is_exact_in_whole_numbers(
     key: int, vocab: int, share: float, at_once: int, spread: float, ties: bool
 ) -> None:
-    """This holds for any number of tokens sorted at once, and any number of ties."""
     probs = mx.exp(some_log_probs(key, (2, 3, vocab), spread, ties))
     edges = np.array(nucleus_edge(probs, share, at_once))
     assert edges.shape == (2, 3, 1)
@@ -126,10 +125,7 @@ def test_top_p_equals_mlx_lms_but_at_the_edge_of_float32_sums(
 def test_how_often_top_p_differs_from_mlx_lms_for_large_vocabularies(
     vocab: int, rows: int, most: int
 ) -> None:
-    """Of 4096 tokens almost none differ, of 151,936 about 20: float32 sums are inexact.
-
-    For these tokens our result is that of exact sums.
-    """
+    """Float32 sums are inexact; where results differ, ours are the exact ones."""
     log_probs = some_log_probs(7, (rows, vocab))
     got, theirs = kept(top_p(log_probs, 0.9)), kept(apply_top_p(log_probs, 0.9))
     differs = got != theirs
@@ -151,7 +147,7 @@ def test_top_k_keeps_k_tokens_the_lowest_ids_among_equals(
 
 @given(key=KEYS, share=st.sampled_from([1e-6, 0.05, 0.5, 1.0]), keep=st.integers(1, 12))
 def test_min_p_equals_mlx_lms(key: int, share: float, keep: int) -> None:
-    """If there are fewer tokens than asked for, all are kept; mlx-lm fails then."""
+    """With fewer tokens than `keep`, all are kept; mlx-lm fails then."""
     log_probs = some_log_probs(key, (3, 10))
     expected = apply_min_p(log_probs, share, min(keep, 10))
     assert mx.array_equal(min_p(log_probs, share, keep), expected).item()
@@ -198,7 +194,7 @@ def test_xtc_is_applied_as_often_as_asked_row_by_row() -> None:
 def test_rows_together_and_beside_padding_equal_each_row_alone(
     options: dict[str, Any], key: int, vocab: int, rows: int, ties: bool
 ) -> None:
-    """They are equal bit for bit, so a verify chooses like a plain step."""
+    """Equal bits let a verify choose like a plain step."""
     log_probs = some_log_probs(key, (rows, vocab), 1.5, ties)
     coins = mx.random.uniform(shape=(rows,), key=mx.random.key(key))
     sampling = Sampling(**options)

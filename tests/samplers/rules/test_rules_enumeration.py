@@ -1,7 +1,6 @@
 """Rules emit exactly the target's distribution, by enumeration in float64.
 
-Vocabularies have up to 4 ids, drafts up to 4 tokens, and distributions depend on the
-whole prefix. The rules' functions are used; see support/sampling/enumeration.py.
+Distributions depend on the whole prefix; see support/sampling/enumeration.py.
 """
 
 from collections.abc import Callable
@@ -60,8 +59,7 @@ def exact(function: Callable[..., mx.array], *arrays: Array) -> Array:
 
 
 def tokenwise_closed_form(distributions: Tables) -> Array:
-    """Return the mean number of accepted tokens, where a position is reached with the
-    product of min(p, q) at the positions before it."""
+    """Return the mean accepted count: over prefixes, the sum of prod(min(p, q))."""
     both = [
         np.minimum(p, q)
         for p, q in zip(distributions.target, distributions.draft, strict=False)
@@ -94,7 +92,7 @@ def keyed_closed_form(distributions: Tables) -> Array:
 
 
 def block_closed_form(distributions: Tables) -> Array:
-    """Return the mean number accepted; a prefix is reached with min(q, last * p)."""
+    """Return the mean accepted count; a prefix has odds min(q, parent's odds * p)."""
     reached = np.ones((distributions.pairs, 1))
     total = np.zeros(distributions.pairs)
     for depth in range(distributions.k):
@@ -218,7 +216,7 @@ def test_a_rule_without_the_drafts_distributions_accepts_fewer(
 
 @BOTH
 def test_drafts_that_end_early_keep_the_distribution(rule: Rule) -> None:
-    """They end where the draft's largest probability is below 0.55, or at random."""
+    """Drafts end where their largest probability is below 0.55, or at random."""
     for vocab, k in SIZES:
         distributions = tables(vocab, k, 2)
         whim = np.random.default_rng(k)
@@ -286,7 +284,6 @@ def test_what_a_benchmark_expects_of_block_verification_is_its_mean() -> None:
 def test_in_float32_the_distribution_is_off_by_rounding_alone(
     rule: Rule, vocab: int, k: int
 ) -> None:
-    """With the rule's arithmetic in float32 the enumeration is off by below 3e-7."""
     distributions = tables(vocab, k, seed=6)
     outcome = enumerate_rule(rule, distributions, dtype=mx.float32)
     check_lossless(outcome.distribution, distributions, within=3e-7)

@@ -103,8 +103,7 @@ def test_coins_are_uniform_and_gumbel_rows_follow_their_distribution() -> None:
 
 
 def test_neighbouring_draws_are_uncorrelated() -> None:
-    """90,000 coins and those of the next round, position, both, or another purpose have
-    correlations below 5 standard errors; also where round + position is equal."""
+    """Correlations are below 5 standard errors, also if round + position is equal."""
 
     def drawn(purpose: int, round_step: int, step: int) -> np.ndarray:
         starts = mx.repeat(mx.arange(300), 300) + round_step

@@ -45,7 +45,7 @@ class StopError(Exception):
 
 @dataclass(slots=True)
 class Row:
-    """The twin of a row: a single cache of kept tokens, their number, the writes."""
+    """A row's twin: a single cache that is fed only the row's kept tokens."""
 
     twin: Any
     position: int = 0
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round; see `cache_twins.Plan`. Each row keeps its own number of tokens."""
+    """One round, like `cache_twins.Plan`; `keep` has a number for each row."""
 
     widths: tuple[int, ...]
     keep: tuple[int, ...]
@@ -67,7 +67,6 @@ class Plan:
 
 @st.composite
 def plans(draw: st.DrawFn, widths: st.SearchStrategy[list[int]]) -> Plan:
-    """Draw a round."""
     drawn = tuple(draw(widths))
     number = st.integers(0, sum(drawn))
     even = draw(st.integers(0, 3)) == 0
@@ -89,7 +88,6 @@ class Batch(Counting):
     sound = False
 
     def begin(self, kind: BatchKind, prompts: list[int], how: str) -> None:
-        """Make the batch and its twins with prompts of these lengths."""
         self.kind = kind
         self.serial = 0
         self.cache, self.rows = self.made(prompts, how)
@@ -124,7 +122,7 @@ class Batch(Counting):
         return cache, rows
 
     def fresh(self, row: Row, width: int, after: int = 0) -> Rows:
-        """Return new tokens for a row, `after` positions behind its kept ones."""
+        """Return new tokens; they begin `after` positions after the kept tokens."""
         self.serial += width
         serials = tuple(range(self.serial - width + 1, self.serial + 1))
         return Rows(row.position + after, serials)
@@ -157,7 +155,6 @@ class Batch(Counting):
                 same(shown[0], alone[0], f"{what}, extracted")
 
     def play(self, plan: Plan) -> None:
-        """Play one round, with the comparisons of its plan."""
         type(self).rounds += 1
         self.sound = False
         total = sum(plan.widths)
@@ -181,7 +178,7 @@ class Batch(Counting):
         self.sound = True
 
     def speculate(self, plan: Plan, keep: list[int]) -> list[list[Rows]]:
-        """Write and end as planned; return the tokens written to each row."""
+        """Play a round in a speculation; return the tokens written to each row."""
         caches, whole = [self.cache], plan.ending == "whole"
         speculation = Speculation(caches, whole=whole, isolated=plan.isolated)
         kept = Held(caches, values=plan.watch) if plan.isolated else None
@@ -226,13 +223,11 @@ class Batch(Counting):
         self.rows = [self.rows[index] for index in stay]
 
     def join(self, prompts: list[int], how: str) -> None:
-        """Append a batch of other rows."""
         cache, rows = self.made(prompts, how)
         self.cache.extend(cache)
         self.rows += rows
 
     def teardown(self) -> None:
-        """Compare once more at the end."""
         if self.sound:
             self.check(1)
             self.check(3)

@@ -1,9 +1,7 @@
 """Compares batch caches with single native caches, one for each row.
 
-A `BatchKind` writes to a batch cache as a model does, writes to the single cache of a
-row, and reads what the next tokens of that row can see in both. The keys and values of
-a token are its position and serial number, as in `support.caches.cache_twins`; padding
-has negative positions and serial number 0.
+A token has its position and serial number as key and value, as in `cache_twins`.
+Padding has negative positions and serial number 0.
 """
 
 from collections.abc import Sequence
@@ -55,17 +53,11 @@ class BatchKind(Protocol):
         """Return whether a single cache is independent of how writes are grouped."""
         ...
 
-    def single(self) -> Any:
-        """Return an empty single cache."""
-        ...
+    def single(self) -> Any: ...
 
-    def batch(self, left_padding: list[int]) -> Any:
-        """Return an empty batch cache with left padding."""
-        ...
+    def batch(self, left_padding: list[int]) -> Any: ...
 
-    def merge(self, caches: list[Any]) -> Any:
-        """Return a batch cache merged from single caches."""
-        ...
+    def merge(self, caches: list[Any]) -> Any: ...
 
     def write(self, cache: Any, rows: Sequence[Rows]) -> list[Any]:
         """Write `rows` to a batch or single cache; return what each row sees."""
@@ -76,15 +68,12 @@ class BatchKind(Protocol):
         ...
 
     def cached(self, cache: Any, row: int | None) -> list[Any]:
-        """Return what a row's view does not show; `row` is None for a single cache."""
+        """Return state that `write` does not show; `row` is None for a single cache."""
         ...
 
 
 def sees(kind: BatchKind, cache: Any, starts: Sequence[int], width: int) -> list[Any]:
-    """Return what the next `width` tokens of each row would see.
-
-    As in a round, they are written in a speculation, here on a copy.
-    """
+    """Write `width` more tokens to a copy; return what each row sees."""
     first = [Rows(at, tuple(range(_PROBES, _PROBES + width))) for at in starts]
     with Speculation([batch_copy(cache)], whole=True) as speculation:
         return kind.write(speculation.caches[0], first)
@@ -136,7 +125,6 @@ class AttentionKind:
         ]
 
     def arrays(self, rows: Sequence[Rows]) -> tuple[mx.array, mx.array]:
-        """Return the keys and values to write."""
         return together(rows)
 
     def read(self, cache: Any, shown: Any) -> mx.array:

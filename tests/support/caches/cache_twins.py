@@ -1,9 +1,7 @@
 """Compares caches with their twins: native caches that are fed only the kept tokens.
 
-A native cache is written to without a speculation. Every row has its position and a
-serial number as key and value (`tagged`), so a row in the wrong place is noticed, and a
-rejected row differs from the row that is kept at its position later. A `Kind` writes to
-one kind of cache as a model does, and reads what a model can see of it.
+Every row has its position and a serial number as key and value (`tagged`). So a test
+notices a row in the wrong place, and a rejected row in the place of a kept one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +33,6 @@ class Rows:
         return len(self.serials)
 
     def head(self, count: int) -> "Rows":
-        """Return the first `count` rows."""
         return Rows(self.position, self.serials[:count])
 
     def singly(self) -> list["Rows"]:
@@ -44,10 +41,7 @@ class Rows:
 
 
 def tagged(rows: Rows) -> tuple[mx.array, mx.array]:
-    """Return keys [1, 1, n, 2] of (position, serial) and values [1, 1, n, 3].
-
-    The values are the negated keys and a zero: values may be wider than keys.
-    """
+    """Return keys (position, serial), and wider values: negated keys and a zero."""
     pairs = [[float(p), float(s)] for p, s in enumerate(rows.serials, rows.position)]
     return (
         mx.array([[pairs]]),
@@ -70,22 +64,15 @@ def detached(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """Rows of a cache that each of the next rows would see, oldest first.
+    """The rows of a cache that each of `width` next queries would see."""
 
-    Attributes:
-        keys: keys that the write returns, [rows, 2].
-        values: values that the write returns, [rows, 3].
-        mask: the cache's mask before the write.
-        width: number of next rows.
-    """
-
-    keys: mx.array
-    values: mx.array
-    mask: Any
+    keys: mx.array  # [rows, 2]
+    values: mx.array  # [rows, 3]
+    mask: Any  # of the cache, before the write
     width: int
 
     def rows(self) -> list[Any]:
-        """Return the visible rows of each query, as numpy arrays."""
+        """Return the visible rows of each query, oldest first, as numpy arrays."""
         keys, mask = np.array(self.keys), _read(self.mask)
         np.testing.assert_array_equal(np.array(self.values)[:, :2], -keys)
         order = np.argsort(keys[:, 0], kind="stable")
@@ -132,11 +119,9 @@ def _read(value: Any) -> Any:
 
 
 class Held:
-    """Record of the content of caches, to check that nothing is written to them.
+    """The content of caches, to check that nothing is written to them.
 
-    Args:
-        caches: native caches.
-        values: record the values of arrays too, which evaluates them.
+    With `values`, the values of arrays are recorded too, which evaluates the arrays.
     """
 
     def __init__(self, caches: Sequence[Any], *, values: bool) -> None:
@@ -195,9 +180,7 @@ class Kind(Protocol):
         """Return whether the content is independent of how writes are grouped."""
         ...
 
-    def make(self) -> Any:
-        """Return an empty native cache."""
-        ...
+    def make(self) -> Any: ...
 
     def forward(self, cache: Any, rows: Rows) -> list[Any]:
         """Write as a model does; return a copy of what the model sees."""
@@ -343,10 +326,7 @@ class ArraysKind:
 
 @dataclass(frozen=True, slots=True)
 class ListKind:
-    """A `CacheList` of other kinds; each gets every row.
-
-    With `layers` it is a plain list, like the caches of a whole model.
-    """
+    """A `CacheList` of other kinds, or with `layers` a plain list of them."""
 
     members: tuple[Kind, ...]
     any_width: bool = False
@@ -370,10 +350,10 @@ class ListKind:
 def ring_kinds(
     windows: st.SearchStrategy[int], keeps: st.SearchStrategy[int]
 ) -> st.SearchStrategy[RingKind]:
-    """Draw rings whose `keep` fits their window, with or without a model window.
+    """Draw rings whose `keep` fits their window.
 
-    With `keep > 0` there is no model window: mlx-lm's mask for a model window smaller
-    than the ring then depends on how the ring was filled, so no reference exists.
+    With `keep > 0` there is no model window: mlx-lm's mask for a model window would
+    depend on how the ring was filled, so there would be no reference.
     """
 
     def build(window: int, keep: int, narrow: int | None) -> RingKind:
@@ -389,26 +369,16 @@ def ring_kinds(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round: its forwards, its ending, and its comparisons.
+    """One round: its forwards, its ending, and its comparisons."""
 
-    Attributes:
-        widths: number of rows of each forward.
-        keep: number of rows to keep, from 0 to the sum of `widths`.
-        ending: a key of `ENDINGS`.
-        watch: compare each forward's view "before" or "after" the end, or "never".
-        check: compare the caches after the round, with writes of `probe` rows.
-        singly: feed the kept rows to the twin one by one.
-        isolated: write nothing to the live caches before the commit.
-    """
-
-    widths: tuple[int, ...]
-    keep: int
-    ending: str
-    watch: str
-    check: bool
-    probe: int
-    singly: bool
-    isolated: bool
+    widths: tuple[int, ...]  # rows of each forward
+    keep: int  # rows to keep, of all forwards together
+    ending: str  # a key of `ENDINGS`
+    watch: str  # compare views "before" or "after" the ending, or "never"
+    check: bool  # compare the caches after the round
+    probe: int  # rows that the comparison of caches writes
+    singly: bool  # feed the kept rows to the twin one by one
+    isolated: bool  # write nothing to the live caches before the commit
 
 
 # Endings of a round, and whether the kept rows stay.

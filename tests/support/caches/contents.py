@@ -23,7 +23,6 @@ def content(caches: list[Any]) -> list[Any]:
 
 
 def assert_same_content(before: list[Any], after: list[Any]) -> None:
-    """Assert that two contents are equal, bit for bit."""
     assert len(before) == len(after)
     for expected, got in zip(before, after, strict=True):
         if isinstance(expected, np.ndarray):
@@ -33,6 +32,6 @@ def assert_same_content(before: list[Any], after: list[Any]) -> None:
 
 
 def counts(statistics: Statistics) -> dict[str, Any]:
-    """Return the statistics without times and reasons of pauses, which have times."""
+    """Return the statistics that do not depend on times."""
     counted = asdict(statistics).items()
     return {k: v for k, v in counted if not k.endswith(("seconds", "paused"))}

@@ -1,9 +1,8 @@
-"""Random damage to files of caches, most of it well-formed as safetensors.
+"""Random damage to files of caches.
 
-A `Draft` holds the tensors and metadata of a file. Half of the changes keep shapes,
-offsets and data consistent, so that the checks of the caches refuse them, and not the
-checks of the file format. Most files in our own format get a new, right digest, as an
-attacker would give them.
+Most damaged files are well-formed safetensors. Most of those in our own format have a
+correct digest, as an attacker would write it. The checks of the caches must refuse
+them.
 """
 
 import json
@@ -38,7 +37,6 @@ class Draft:
 
 
 def take_apart(raw: bytes) -> Draft:
-    """Return the parts of a sound file."""
     length = int.from_bytes(raw[:8], "little")
     entries, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
     metadata = entries.pop("__metadata__")
@@ -52,7 +50,6 @@ def take_apart(raw: bytes) -> Draft:
 
 
 def header_of(draft: Draft) -> tuple[dict[str, Any], bytes]:
-    """Return the entries of the header, and the data."""
     entries: dict[str, Any] = {}
     data = b""
     for name, (dtype, shape, part) in draft.tensors.items():
@@ -81,12 +78,10 @@ def put_together(draft: Draft, rng: Random) -> tuple[dict[str, Any], bytes]:
 
 
 def raw_file(header: bytes, data: bytes) -> bytes:
-    """Return the bytes of a file."""
     return len(header).to_bytes(8, "little") + header + data
 
 
 def pick(rng: Random, items: Any) -> Any:
-    """Return one of the items."""
     choices = list(items)
     return choices[rng.integers(len(choices))]
 
@@ -171,7 +166,6 @@ def remove(draft: Draft, rng: Random) -> None:
 
 
 def flip(draft: Draft, rng: Random) -> None:
-    """Flip a bit of the data."""
     name = _some(draft, rng)
     dtype, shape, data = draft.tensors[name]
     if data:
@@ -322,6 +316,5 @@ def _raw_damage(raw: bytes, other: bytes, rng: Random) -> bytes:
 
 
 def files_of_031() -> list[Path]:
-    """Return the files that mlx-lm 0.31 wrote."""
     folder = Path(__file__).parents[2] / "caches" / "files" / "data"
     return sorted(folder.glob("mlx_lm_0.31.*.safetensors"))

@@ -1,12 +1,10 @@
-"""Makes the caches that mlx-lm 0.31.3 and earlier versions have saved for the tests.
+"""Makes caches that mlx-lm 0.31.3 and earlier versions have saved for the tests.
 
-Each file mlx_lm_VERSION_NAME in tests/caches/files/data was written by that version's
-own `save_prompt_cache`, with the folder of that version first on the path:
+Each version wrote its own files in tests/caches/files/data:
 
     PYTHONPATH=FOLDER python tests/support/caches/mlx_lm_031.py VERSION OUT
 
-`files` makes the same caches from the classes of any version. Files of versions before
-0.31 have to be refused.
+FOLDER holds the version. Files of versions before 0.31 must be refused.
 """
 
 import importlib
@@ -41,10 +39,7 @@ def _slots(cache: Any, count: int) -> Any:
 
 
 def files(native: Any) -> dict[str, list[Any]]:
-    """Return the caches of each file, by NAME.
-
-    The file of "chunked" lacks data that is needed to load it.
-    """
+    """Return the caches of each file, made from a version's cache module."""
     ring = native.BatchRotatingKVCache
     chunked = _write(native.ChunkedKVCache(256), [300], dim=1)
     chunked.maybe_trim_front()
@@ -66,7 +61,7 @@ def files(native: Any) -> dict[str, list[Any]]:
             _write(ring(8, [1, 0]), [5, 1], batch=2),
             _write(ring(8, [1, 0]), [6, *[1] * 5], batch=2),
         ],
-        "chunked": [_write(chunked, [2], dim=1)],
+        "chunked": [_write(chunked, [2], dim=1)],  # lacks data that loading needs
         "list": [native.CacheList(*pair)],
     }
 

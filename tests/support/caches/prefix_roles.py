@@ -1,8 +1,7 @@
 """Caches of several roles, with rows that identify their text, and test requests.
 
-A role is a target, a draft model or a head whose caches a prefix cache keeps. Row m of
-a role holds the position m + 1 and a digest of the lag and of the tokens on which the
-row depends, so a test notices a row of another text, position or lag.
+A role is a target, a draft model or a head. Row m holds the position m + 1 and a digest
+of the lag and of the tokens on which the row depends.
 """
 
 from collections.abc import Sequence
@@ -36,7 +35,6 @@ class Kind:
     lag: int = 0  # row m depends on the tokens [0, m + lag]
 
     def empty(self) -> list[Any]:
-        """Return new caches."""
         return [KVCache(), *([RotatingKVCache(max_size=3)] if self.stateful else [])]
 
     def feed(self, caches: list[Any], tokens: Sequence[int], start: int) -> None:
@@ -48,7 +46,6 @@ class Kind:
                 cache.update_and_fetch(rows, -rows)
 
     def fed(self, tokens: Sequence[int]) -> list[Any]:
-        """Return caches that hold a text."""
         caches = self.empty()
         self.feed(caches, tokens, 0)
         return caches
@@ -83,7 +80,6 @@ def bound(
 
 
 def snapshots(prefixes: PrefixCache) -> list[Snapshot]:
-    """Return the snapshots in all nodes."""
     nodes = list(prefixes._tree.nodes())
     points = [point for node in nodes for point in node.points.values()]
     rows = [rows for node in nodes for rows in node.rows.values()]
@@ -93,17 +89,11 @@ def snapshots(prefixes: PrefixCache) -> list[Snapshot]:
 def request(
     prefixes: PrefixCache, tokens: list[int], roles: dict[int, tuple[Kind, int]]
 ) -> dict[int, tuple[int, list[int]]]:
-    """Play one request.
+    """Play a request; return reused tokens and restore points of each role.
 
-    Args:
-        prefixes: the prefix cache, which is looked up and then filled.
-        tokens: the text; its last token is not known when the request begins.
-        roles: by index, the kind of a role, and the number of last tokens that its
-            caches lack.
-
-    Returns:
-        For each role, the number of reused tokens, and the positions where the role
-        can be resumed later if the memory allows.
+    `roles` has the kind of each role, and how many last tokens its caches lack. The
+    last token is not known when the request begins. Restore points stay if the memory
+    allows.
     """
     left: list[Left] = []
     running: list[Any] = []

@@ -27,10 +27,9 @@ def _attend(cache: Any, arrays: tuple[mx.array, mx.array]) -> list[Any]:
 
 
 def _wide(rows: Rows) -> tuple[mx.array, mx.array]:
-    """Return tagged keys [1, 1, n, 32] and values [1, 1, n, 64] for quantization.
+    """Return keys [1, 1, n, 32] and values [1, 1, n, 64] for quantization.
 
-    The largest and the smallest number of a group set its scale and bias, so each pair
-    of position and serial quantizes to different numbers.
+    A group repeats one tagged pair, which sets its scale and bias: pairs stay distinct.
     """
     pairs, _ = tagged(rows)
     return mx.tile(pairs, (1, 1, 1, 16)), -mx.tile(pairs, (1, 1, 1, 32))
@@ -78,7 +77,7 @@ class ConcatenateKind:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedKind:
-    """A `ChunkedKVCache`; the grouping of writes shows until the next front trim."""
+    """A `ChunkedKVCache`; its content is read after a trim of its front."""
 
     chunk: int
     step: int
@@ -128,10 +127,9 @@ class LayerKind:
 
 
 def attentions() -> list[Any]:
-    """Return attentions that compress by 4, 1 and 2 rows, and one that does not.
+    """Return attentions that compress by 4, 1, 0 (not at all) and 2 rows.
 
-    The head size 24 is not a multiple of 16, so that rows are not rounded: rounding
-    would take a hundred operations and not change the place of a row.
+    The head size is no multiple of 16, which avoids a slow rounding of rows.
     """
     args = deepseek_v41.ModelArgs(
         hidden_size=16,

@@ -1,8 +1,7 @@
 """Caches of every kind that a file can hold, written as models write to them.
 
-A `Case` makes a native cache and writes random bits to it, NaNs with payloads among
-them; a write returns what a model would see. Two caches count as equal if later equal
-writes to both return the same, bit for bit.
+Writes are random bits, NaNs among them. Two caches are equal if later equal writes to
+both return the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +45,6 @@ def plain(value: Any) -> Any:
 
 
 def random_array(rng: Random, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Return an array of random bits."""
     raw = rng.integers(0, 256, size=int(np.prod(shape)) * dtype.size, dtype=np.uint8)
     unsigned = mx.array(raw.view(f"u{dtype.size}"))
     return unsigned.view(dtype).reshape(shape)
@@ -54,12 +52,7 @@ def random_array(rng: Random, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.arr
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of cache with its settings.
-
-    Attributes:
-        make: returns an empty cache.
-        write: writes rows to it, as a model does; returns what the model then sees.
-    """
+    """A kind of cache; `write` writes rows, and returns what a model then sees."""
 
     name: str
     make: Callable[[], Any]
@@ -211,7 +204,6 @@ def drawn_case(rng: Random, depth: int = 0) -> Case:
 
 
 def filled(case: Case, widths: list[int], rng: Random) -> Any:
-    """Return a cache of a case after writes of these widths."""
     cache = case.make()
     for width in widths:
         case.write(cache, width, rng)

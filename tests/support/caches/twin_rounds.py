@@ -61,7 +61,6 @@ class Twins(Counting):
         return self.cache if isinstance(self.cache, list) else [self.cache]
 
     def begin(self, kind: Kind, prefill: list[int]) -> None:
-        """Make both caches and write the same prefill to both."""
         self.kind = kind
         self.cache, self.twin = kind.make(), kind.make()
         self.position = self.serial = 0
@@ -72,7 +71,7 @@ class Twins(Counting):
         self.sound = True
 
     def rows(self, width: int, after: int = 0) -> Rows:
-        """Return new rows, `after` positions behind the kept ones."""
+        """Return new rows; they begin `after` positions after the kept rows."""
         self.serial += width
         return Rows(
             self.position + after, tuple(range(self.serial - width, self.serial))
@@ -95,7 +94,6 @@ class Twins(Counting):
         assert_same(actual, expected, "the cache and its twin")
 
     def play(self, plan: Plan) -> None:
-        """Play one round, with the comparisons of its plan."""
         type(self).rounds += 1
         self.sound = False
         total = sum(plan.widths)
@@ -113,7 +111,7 @@ class Twins(Counting):
         self.sound = True
 
     def speculate(self, plan: Plan, keep: int) -> list[Rows]:
-        """Write and end as planned; return the written rows."""
+        """Play a round in a speculation; return the written rows."""
         views: list[tuple[Any, Any]] = []
         caches = list(self.layers())
         whole = plan.ending == "whole"
@@ -136,7 +134,7 @@ class Twins(Counting):
         return written
 
     def write(self, caches: list[Any], plan: Plan, views: list[Any]) -> list[Rows]:
-        """Write all rows; if watched, add each view and that of a native copy."""
+        """Write all rows; if watched, collect each view and that of a native copy."""
         native = detached(self.cache) if plan.watch != "never" else None
         cache = caches if isinstance(self.cache, list) else caches[0]
         written, after = [], 0
@@ -150,7 +148,6 @@ class Twins(Counting):
         return written
 
     def teardown(self) -> None:
-        """Compare once more at the end."""
         if self.sound:
             self.check(1)
             self.check(3)
@@ -167,14 +164,12 @@ def ending(plan: Plan) -> Iterator[None]:
 
 
 def prepare(speculation: Speculation, plan: Plan, keep: int) -> None:
-    """Prepare the end of a round, if the plan says so."""
     if plan.ending.startswith("prepare"):
         everything = "all" in plan.ending
         speculation.prepare(sum(plan.widths) if everything else keep)
 
 
 def end(speculation: Speculation, plan: Plan, keep: int) -> None:
-    """End a round as the plan says."""
     if plan.ending == "raise":
         raise StopError
     if "commit" in plan.ending or plan.ending == "whole":
@@ -213,16 +208,10 @@ def run(
 
 
 def played(machine: type[Counting], rounds: float, steps: int) -> int:
-    """Run a state machine until it has played enough rounds.
+    """Run a state machine until it has played enough rounds; return their number.
 
-    Args:
-        machine: a state machine that counts its rounds.
-        rounds: number of rounds, multiplied by `QUICK` in the default profile, and by
-            up to `LONG` in longer ones.
-        steps: largest number of steps of one example.
-
-    Returns:
-        The number of rounds played.
+    `rounds` is multiplied by `QUICK` in the default profile, and by up to `LONG` in
+    longer profiles. `steps` is the largest number of steps of one example.
     """
     profile = settings.default
     assert profile is not None

@@ -47,17 +47,11 @@ Floats = NDArray[np.float32]
 
 @dataclass(eq=False)
 class KnownTexts:
-    """Texts, and the target's states at all their positions.
+    """Texts, and the target's states at all their positions."""
 
-    Attributes:
-        texts: prompt and continuation of each text.
-        states: [positions, dim], of all texts in order.
-        starts: index in `states` at which each text begins.
-    """
-
-    texts: list[list[int]]
-    states: Floats
-    starts: list[int]
+    texts: list[list[int]]  # prompt and continuation
+    states: Floats  # [positions, dim], of all texts in order
+    starts: list[int]  # index in `states` at which each text begins
 
     def at(self, state: Floats) -> list[tuple[int, int]]:
         """Return texts and positions with this state: several if texts begin alike."""
@@ -72,21 +66,14 @@ class KnownTexts:
 
 @dataclass(eq=False)
 class KnowingHead:
-    """The attributes of a head, as its callers read them.
+    """The attributes of a head that its callers read."""
 
-    Attributes:
-        window: size of its sliding window; None: no window.
-        ids: ids of the columns of its logits.
-        depth: largest number of tokens that it drafts; None: no limit.
-    """
-
-    window: int | None = None
-    ids: mx.array | None = None
-    depth: int | None = None
+    window: int | None = None  # size of its sliding window
+    ids: mx.array | None = None  # ids of the columns of its logits
+    depth: int | None = None  # largest number of tokens that it drafts
     chained: bool = False
 
     def new_caches(self) -> list[list[Any]]:
-        """Return its one cache."""
         made = RotatingKVCache(self.window) if self.window else KVCache()
         return [[made]]
 
@@ -95,25 +82,18 @@ class KnowingHead:
 class KnowingMtp:
     """A head that knows the texts of all rows, and checks its inputs.
 
-    A slot of committed text has the target's state at a position, paired with the next
-    token; a slot of a draft has the head's state of the slot before. Its caches hold
-    positions and tokens. When a chain begins, the cache of each row has to hold the
-    positions of the row's text, each once and in order.
-
-    Attributes:
-        known: the texts.
-        wrong: returns whether the token at a position is predicted wrong.
-        fed: method, rows and slots of each of its forwards.
-        chains: number of chains begun.
-        unknown: number of chains whose first slot is in no text.
+    A slot pairs a state with the next token. In committed text the state is the
+    target's, in a draft it is the head's state of the slot before. When a chain begins,
+    a row's cache must hold the positions and tokens of its text in order. `wrong` says
+    at which positions the prediction is wrong.
     """
 
     known: KnownTexts
     head: KnowingHead = field(default_factory=KnowingHead)
     wrong: Callable[[int], bool] = lambda position: position % 7 == 3
-    fed: list[tuple[str, int, int]] = field(default_factory=list)
+    fed: list[tuple[str, int, int]] = field(default_factory=list)  # method, rows, slots
     chains: int = 0
-    unknown: int = 0
+    unknown: int = 0  # chains whose first slot is in no text
 
     def rows(self, *args: Any) -> HeadOutput:
         """Raise: no caller needs all rows of a head with one layer."""
@@ -157,10 +137,7 @@ class KnowingMtp:
     def _write(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
     ) -> list[tuple[int, int]]:
-        """Write (position, token) of every slot; return text and position of the last.
-
-        A slot whose state and token are in no text is padding: its position is -1.
-        """
+        """Write (position, token) of slots; return text and position of the last."""
         values: Floats = np.array(hidden)
         ids: Any = tokens.tolist()
         self._first = not (values[:, -1] >= _OWN).any()
@@ -183,7 +160,7 @@ class KnowingMtp:
         for text, position in self.known.at(state):
             if self.known.texts[text][position + 1 : position + 2] == [token]:
                 return text, position
-        return -1, -1
+        return -1, -1  # padding: in no text
 
     def _check(self, cached: list[list[int]], text: int, position: int) -> None:
         """Require that a row's cache has the text to `position`, or the last window."""
@@ -222,13 +199,11 @@ class HeadBench(Bench):
     """A target, its texts, and heads on it."""
 
     def generator(self, kind: str, **options: Any) -> SpeculativeGenerator:
-        """Return a generator whose draft is a head.
+        """Return a generator with a draft of a kind; `batches.Bench` has further kinds.
 
-        Args:
-            kind: "mtp" and "eagle" know the texts; "sliding" is an "mtp" with a window;
-                "reduced" is an "mtp" that drafts from the even ids; "random" is an
-                EAGLE-3 head with random weights. Other kinds: see `batches.Bench`.
-            options: of the generator.
+        "mtp" and "eagle" know the texts. "sliding" is "mtp" with a window; "reduced" is
+        "mtp" that drafts from even ids; "random" is an EAGLE-3 head with random
+        weights.
         """
         if kind not in (*KNOWING, "random"):
             return Bench.generator(self, kind, **options)
@@ -283,10 +258,7 @@ class HeadBench(Bench):
         return KnownTexts(texts, np.concatenate(arrays), starts)
 
     def _all_texts(self) -> list[list[int]]:
-        """Return all prompts with their texts, which a batch decodes quickly.
-
-        `Bench.text` returns the texts that rows are compared with.
-        """
+        """Return all prompts with their texts, decoded in one batch to save time."""
         pairs = [(prompt_of(p), s) for p in PROMPTS for s in SAMPLINGS]
         results = SpeculativeGenerator(self.model, byte_tokenizer()).generate_batch(
             [prompt for prompt, _ in pairs],
@@ -300,7 +272,6 @@ class HeadBench(Bench):
 
 
 def knowing(generator: SpeculativeGenerator) -> KnowingMtp:
-    """Return the knowing head of a generator."""
     draft: Any = generator._setup.draft
     head: Any = draft.eagle if isinstance(draft, EagleDraft) else draft.mtp
     assert isinstance(head, KnowingMtp)
@@ -309,7 +280,6 @@ def knowing(generator: SpeculativeGenerator) -> KnowingMtp:
 
 @cache
 def head_bench(name: str) -> HeadBench:
-    """Return the bench of a tiny model."""
     model = build_tiny(MODELS[name])
     return HeadBench(name, model, noisy(model, name))
 

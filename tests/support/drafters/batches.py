@@ -59,12 +59,8 @@ def noisy(model: nn.Module, name: str, share: float = 0.01) -> nn.Module:
 class Watched:
     """Records the shapes [rows, positions] of a model's forwards; one may fail.
 
-    Args:
-        model: the model.
-        fail_at: number of the forward that fails, from 1; 0: none.
-        error: the error that it raises.
-        width: for `fail_at`, count only forwards of one row with this many positions;
-            None: all.
+    Forward number `fail_at`, counted from 1, fails. With `width`, only forwards of one
+    row with this many positions are counted.
     """
 
     def __init__(
@@ -112,17 +108,13 @@ class Case:
 
 @dataclass(slots=True)
 class Bench:
-    """A target, a draft model, and the target's texts of single rows.
-
-    Attributes:
-        ties: the near-ties found so far.
-    """
+    """A target, a draft model, and the target's texts of single rows."""
 
     name: str
     model: nn.Module
     draft: nn.Module
     texts: dict[tuple[int, Sampling, int], list[int]] = field(default_factory=dict)
-    ties: int = 0
+    ties: int = 0  # near-ties so far
 
     def generator(self, kind: str, **options: Any) -> SpeculativeGenerator:
         """Return a generator with a draft of a kind: "model", "lookup" or "none"."""
@@ -164,7 +156,6 @@ class Bench:
         return self.texts[options]
 
     def insert(self, batch: BatchGenerator, case: Case) -> int:
-        """Add a row."""
         return batch.insert(
             prompt_of(case.prompt),
             max_tokens=case.max_tokens,
@@ -198,7 +189,6 @@ class Bench:
 
 @cache
 def bench(name: str) -> Bench:
-    """Return the bench of a tiny model."""
     model = build_tiny(MODELS[name])
     return Bench(name, model, noisy(model, name))
 
@@ -220,7 +210,6 @@ def interrupt_commit(
 
 
 def run(batch: BatchGenerator) -> None:
-    """Run all rows to their end."""
     while batch.waiting or batch.running:
         batch.next()
 

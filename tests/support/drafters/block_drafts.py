@@ -8,15 +8,10 @@ from mlx_speculation.models import HiddenStates
 
 
 class Greedy:
-    """Chooses the column with the largest logit, and records what it is called with.
-
-    Attributes:
-        seen: logits [1, n] of each choice, and the ids of their columns.
-        tokens: the chosen ids.
-    """
+    """Chooses the column with the largest logit, and records its calls."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[mx.array, mx.array | None]] = []
+        self.seen: list[tuple[mx.array, mx.array | None]] = []  # logits [1, n], ids
         self.tokens: list[int] = []
 
     def __call__(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:

@@ -16,13 +16,7 @@ from support.models.dflash_checkpoints import DIM, VARIANTS, VOCAB, write_dflash
 
 
 def load_block(name: str, model: nn.Module, layers: tuple[int, ...]) -> DFlashDraft:
-    """Return a drafter with random weights, loaded from a folder.
-
-    Args:
-        name: a variant of DFlash, or a packaging of a later kind.
-        model: its target.
-        layers: layers of the target that it reads.
-    """
+    """Load a drafter with random weights that reads these layers of the target."""
     write = write_dflash if name in VARIANTS else write_block
     with TemporaryDirectory() as made:
         folder, source = draft_folder(write(Path(made), name, layers))
@@ -33,16 +27,8 @@ def load_block(name: str, model: nn.Module, layers: tuple[int, ...]) -> DFlashDr
 class BlockOracle:
     """Replaces the layers of a drafter, and predicts the tokens of a known text.
 
-    A row of the caches holds the position of a context row, or -1 for a row of a block
-    while a round runs. The drafter chooses from the oracle's logits as always.
-
-    Args:
-        draft: the drafter whose layers are replaced.
-        text: the known text.
-        wrong: returns whether the token at a position is predicted wrong.
-
-    Attributes:
-        fed: number of context positions that came without a block.
+    A row of the caches holds the position of a context row, or -1 for a row of a block.
+    `wrong` returns whether the token at a position is predicted wrong.
     """
 
     def __init__(
@@ -58,7 +44,7 @@ class BlockOracle:
         with taps.collect() as collected:
             draft.model(mx.array([text]))
         self._context = drafter.states(collected)
-        self.fed = 0
+        self.fed = 0  # context positions that came without a block
         drafter.history = self.history
         drafter.rows = self.rows
         drafter._logits = self.logits
@@ -66,7 +52,6 @@ class BlockOracle:
     def history(
         self, context: mx.array, tokens: mx.array, caches: Sequence[Any]
     ) -> None:
-        """Write context to the caches."""
         self.fed += self._write(context, caches)
 
     def rows(

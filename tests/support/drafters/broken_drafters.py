@@ -34,15 +34,10 @@ class BrokenError(Exception):
 
 @dataclass(slots=True)
 class Happened:
-    """Counts of a planned fault.
-
-    Attributes:
-        faults: number of faults so far.
-        later: calls of the drafter after the fault, except discard.
-    """
+    """Counts of a planned fault."""
 
     faults: int = 0
-    later: int = 0
+    later: int = 0  # calls after the fault, except discard
 
 
 def _said(draft: Proposal, limit: int, token: int) -> Proposal:
@@ -60,13 +55,8 @@ def broken(
 ) -> Iterator[Happened]:
     """Let the nth call of a drafter's method, counted from 1, go wrong.
 
-    Args:
-        owner: the drafter's class.
-        call: one of `CALLS`.
-        nth: number of the call.
-        how: one of `RAISES`: the call raises before or after it acts; or a key of
-            `WRONG`, for "propose".
-        error: the error to raise; None: a `BrokenError`.
+    With a `how` of `RAISES`, the call raises before or after it acts. With a key of
+    `WRONG`, "propose" returns that result.
     """
     happened, calls = Happened(), 0
     originals = {name: getattr(owner, name) for name in CALLS}

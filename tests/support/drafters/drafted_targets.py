@@ -17,17 +17,11 @@ TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
 
 
 def sampling(temperature: float) -> Sampling:
-    """Return sampling options with a fixed seed."""
     return SAMPLED if temperature else GREEDY
 
 
 class DraftedTargets:
-    """Targets by name, each built once.
-
-    Args:
-        tokens: number of tokens that a test generates.
-        depths: number of layers, by target; other targets have their usual number.
-    """
+    """Targets by name, each built once; `depths` sets the number of layers of some."""
 
     def __init__(self, tokens: int, depths: Mapping[str, int] | None = None) -> None:
         self._tokens = tokens
@@ -47,7 +41,6 @@ class DraftedTargets:
         return tokens + result.tokens
 
     def generator(self, name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
-        """Return a generator on a target."""
         options.setdefault("draft_length", 3)
         return SpeculativeGenerator(
             self.target(name), byte_tokenizer(), draft=draft, **options

@@ -1,7 +1,6 @@
-"""Proposals of each kind of drafter, computed from the committed tokens alone.
+"""Drafts of each kind of drafter, computed from the committed tokens alone.
 
-These twins of the drafters keep no state between rounds: each draft takes one forward
-over the whole text and one for each further token. `test_contract.py` uses them.
+These twins of the drafters keep no state between rounds.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,6 @@ def _ahead(tokens: list[int]) -> mx.array | None:
 
 
 def of_model(model: nn.Module) -> FromNothing:
-    """Return the twin of a draft model."""
 
     def chain(sequence: Sequence, count: int, choose: Choose) -> list[int]:
         drafted: list[int] = []
@@ -43,7 +41,6 @@ def of_model(model: nn.Module) -> FromNothing:
 
 
 def of_mtp(draft: MtpDraft) -> FromNothing:
-    """Return the twin of an MTP head."""
     mtp, head = draft.mtp, draft.mtp.head
     before = head.convention.hidden == "before_norm"
     taps = HiddenStates(draft.model, before_norm=before, after_norm=not before)
@@ -71,7 +68,6 @@ def of_mtp(draft: MtpDraft) -> FromNothing:
 
 
 def of_eagle(draft: EagleDraft) -> FromNothing:
-    """Return the twin of an EAGLE-3 head."""
     eagle = draft.eagle
     taps = draft.taps
 
@@ -93,7 +89,7 @@ def of_eagle(draft: EagleDraft) -> FromNothing:
 
 
 def of_peagle(draft: PEagleDraft) -> FromNothing:
-    """Return the twin of a P-EAGLE head, with one forward for each draft."""
+    """Return the twin of a P-EAGLE head, with one forward for each drafted token."""
     eagle, taps = draft.eagle, draft.taps
 
     def one_by_one(sequence: Sequence, count: int, choose: Choose) -> list[int]:
@@ -114,7 +110,6 @@ def of_peagle(draft: PEagleDraft) -> FromNothing:
 
 
 def of_block(draft: DFlashDraft) -> FromNothing:
-    """Return the twin of a block drafter."""
     dflash = draft.dflash
     taps = HiddenStates(draft.model, layers=dflash.layers, after_norm=True)
 

@@ -21,23 +21,15 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A family's head in a folder, with random states and tokens as inputs.
+    """A family's head in a folder, with random states and tokens as inputs."""
 
-    Attributes:
-        family: the reference.
-        folder: the folder that the head is loaded from.
-        hidden: [SLOTS, H].
-        tokens: [SLOTS + 3]; token i follows state i.
-    """
-
-    family: Family
+    family: Family  # the reference
     folder: MtpFolder
-    hidden: Array
-    tokens: Ids
+    hidden: Array  # [SLOTS, H]
+    tokens: Ids  # [SLOTS + 3]; token i follows state i
 
     @property
     def embedding(self) -> Array:
-        """The target's embedding, [V, H]."""
         return self.folder.embedding.astype(np.float64)
 
     @property
@@ -46,13 +38,11 @@ class Bench:
         return self.folder.head.astype(np.float64)
 
     def load(self, convention: MtpConvention | None = None) -> Mtp:
-        """Load the head on its target."""
         model = self.folder.model
         head = read_mtp_head(self.folder.path, model, convention=convention)
         return Mtp(head, HiddenStates(model, after_norm=True))
 
     def expected(self, hidden: Array, tokens: Ids, layer: int = 0) -> MtpRows:
-        """Run the reference."""
         return rows(
             self.family,
             self.folder.tensors,
@@ -65,7 +55,6 @@ class Bench:
 
 
 def make_bench(path: Path, family: Family) -> Bench:
-    """Write a folder for a family, and draw states and tokens."""
     folder = write_mtp_folder(path, family, 3)
     generator = np.random.default_rng(5)
     return Bench(

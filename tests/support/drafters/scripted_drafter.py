@@ -14,10 +14,7 @@ class ScriptedDrafter:
     Args:
         text: prompt and continuation, as token ids.
         right: the share of proposed tokens that are not changed.
-        vocab: the number of token ids.
-        seed: decides which tokens are changed, and the number of proposed tokens.
         ragged: propose from `least` to `limit` tokens instead of always `limit`.
-        least: the smallest number of proposed tokens; 0 is an empty draft.
     """
 
     def __init__(
@@ -38,11 +35,9 @@ class ScriptedDrafter:
         self.calls: list[str] = []
 
     def begin(self, sequence: Sequence) -> None:
-        """Forget the calls."""
         self.calls = ["begin"]
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose the tokens that follow the sequence in the known text."""
         self.calls.append("propose")
         length = self._random.randint(self._least, limit) if self._ragged else limit
         start = len(sequence.tokens)
@@ -52,11 +47,9 @@ class ScriptedDrafter:
         )
 
     def settle(self, accepted: int) -> None:
-        """Record the call."""
         self.calls.append(f"settle {accepted}")
 
     def discard(self) -> None:
-        """Record the call."""
         self.calls.append("discard")
 
     def _said(self, token: int) -> int:
@@ -68,13 +61,8 @@ class ScriptedDrafter:
 class TurningDrafter(ScriptedDrafter):
     """Proposes drafts of every kind, so that one text has every outcome of a round.
 
-    A draft is drawn to be right, right in its first tokens, wrong from its first token
-    on, one token long, or empty.
-
-    Args:
-        text: prompt and continuation, as token ids.
-        vocab: the number of token ids.
-        seed: decides the drafts.
+    A draft is right, right in its first tokens, wrong from its first token on, one
+    token long, or empty.
     """
 
     def __init__(self, text: list[int], vocab: int = 256, seed: int = 0) -> None:
@@ -84,7 +72,6 @@ class TurningDrafter(ScriptedDrafter):
         self.empty = 0
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose a draft of a random kind."""
         self.calls.append("propose")
         draw = self._random
         kind = draw.choice(("right", "right", "part", "part", "wrong", "one", "empty"))
@@ -102,6 +89,5 @@ class TurningDrafter(ScriptedDrafter):
         return Proposal(mx.array(said, dtype=mx.int32))
 
     def settle(self, accepted: int) -> None:
-        """Record the numbers of accepted and of right tokens."""
         super().settle(accepted)
         self.settled.append((accepted, self._right_ones))

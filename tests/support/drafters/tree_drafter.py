@@ -25,17 +25,7 @@ def path_to(parents: SequenceOf[int], node: int) -> list[int]:
 class TreeDrafter:
     """Proposes random trees, in which a random path follows a known text.
 
-    Args:
-        text: prompt and continuation, as token ids.
-        right: the higher, the more nodes of the path follow the text; at 1 all nodes
-            do, at 0 none.
-        seed: decides the trees.
-
-    Attributes:
-        trees: whether it can propose trees; always true.
-        proposed: number of trees proposed.
-        chains: number of chains proposed.
-        settled: for each tree, the numbers of accepted and of right tokens.
+    The higher `right`, the more nodes of the path follow the text: all at 1, none at 0.
     """
 
     trees = True
@@ -44,7 +34,7 @@ class TreeDrafter:
         self._text, self._right = text, right
         self._random = random.Random(seed)
         self.proposed = self.chains = self._deepest = 0
-        self.settled: list[tuple[int, int]] = []
+        self.settled: list[tuple[int, int]] = []  # of each tree: accepted, right
 
     def begin(self, sequence: Sequence) -> None:
         """Do nothing."""
@@ -78,7 +68,6 @@ class TreeDrafter:
         return Proposal(mx.array(tokens, mx.uint32), branches=branches)
 
     def settle(self, accepted: int) -> None:
-        """Record the numbers of accepted and of right tokens."""
         self.settled.append((accepted, self._deepest))
 
     def discard(self) -> None:

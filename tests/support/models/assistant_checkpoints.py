@@ -1,8 +1,7 @@
 """Tiny Gemma 4 assistants for tiny targets, in memory and as files.
 
-The targets are a Gemma 4 whose last layers share keys and values, a Gemma 4 whose full
-layers have larger heads and use keys as values, and a Gemma 3. The tensors have the
-names of real checkpoints.
+The last layers of the target "shared" share keys and values. The full layers of
+"unshared" have larger heads, and use keys as values. Tensors have their real names.
 """
 
 import json
@@ -67,18 +66,11 @@ class Made:
 
 @cache
 def target_of(name: str) -> nn.Module:
-    """Return a target."""
     return build_tiny(_ALL[name])
 
 
 def config_of(name: str, head: str = "dense", **text: Any) -> dict[str, Any]:
-    """Return the config.json of an assistant.
-
-    Args:
-        name: name of its target.
-        head: "dense" or "centroids".
-        text: values that replace those of text_config.
-    """
+    """Return an assistant's config.json; `text` replaces values of its text_config."""
     args = _ALL[name].args
     args = args.get("text_config", args)
     proportional = name != "gemma3"

@@ -1,7 +1,7 @@
 """Tiny random DFlash2 and DSpark drafters, laid out on disk as real ones are.
 
-The table beside this file has an entry for each published packaging. The table and this
-file repeat the library's names of tensors and keys.
+The table beside this file has an entry for each published packaging. Names of tensors
+and keys are written out again here, so that tests notice wrong names in the library.
 """
 
 import json
@@ -32,30 +32,18 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Packaging:
-    """Layout of a publisher's files.
+    """Layout of a publisher's files."""
 
-    Attributes:
-        kind: "dflash", "dflash2" or "dspark".
-        config: makes config.json or the keys of a GGUF file from the tapped layers.
-        parts: the parts beside the backbone, see `parts_of`.
-        depth: largest number of drafted tokens.
-        write: form of the tensors: "safetensors", "nvfp4" (packed) or "gguf".
-        names: prefix of tensor names -> prefix in these files.
-    """
-
-    kind: str
-    config: Callable[[tuple[int, ...]], Config]
-    parts: tuple[str, ...] = ()
-    depth: int = BLOCK
-    write: str = "safetensors"
-    names: dict[str, str] = field(default_factory=dict)
+    kind: str  # "dflash", "dflash2" or "dspark"
+    config: Callable[[tuple[int, ...]], Config]  # makes it from the tapped layers
+    parts: tuple[str, ...] = ()  # beside the backbone, see `parts_of`
+    depth: int = BLOCK  # largest number of drafted tokens
+    write: str = "safetensors"  # or "nvfp4" (packed) or "gguf"
+    names: dict[str, str] = field(default_factory=dict)  # prefix -> prefix in files
 
 
 def _filled(template: Any, layers: tuple[int, ...]) -> Any:
-    """Return a configuration in which the ids and the tapped layers are filled in.
-
-    Layers are counted from 0, or with the embedding as 0.
-    """
+    """Return a configuration in which the ids and the tapped layers are filled in."""
     if isinstance(template, dict):
         return {key: _filled(value, layers) for key, value in template.items()}
     if template == "layers":
@@ -174,13 +162,9 @@ def _gemma_layer(draws: Draws, layer: str) -> Tensors:
 def altered(
     name: str, *parts: str, inner: Config | None = None, **keys: Any
 ) -> Packaging:
-    """Return a packaging with other parts, or other keys in its config.json.
+    """Return a packaging with other parts, or with other keys in its config.json.
 
-    Args:
-        name: name of the packaging.
-        parts: see `parts_of`; empty: the parts of the packaging.
-        inner: keys for `dflash_config`, if the packaging has it.
-        keys: keys at the top.
+    The keys `inner` go into `dflash_config`, if the packaging has it.
     """
     old = PACKAGINGS[name]
 
@@ -199,14 +183,7 @@ def write_block(
     layers: tuple[int, ...] = (0, 1, 3),
     **changed: mx.array,
 ) -> Path:
-    """Write a drafter in a packaging, and return its folder.
-
-    Args:
-        folder: the folder to write.
-        name: name of a packaging, or a packaging.
-        layers: layers of the target that it reads, from 0.
-        changed: tensors that replace random ones.
-    """
+    """Write a drafter, with some tensors replaced by `changed`; return its folder."""
     packaging = PACKAGINGS[name] if isinstance(name, str) else name
     folder.mkdir(parents=True, exist_ok=True)
     config, tensors = packaging.config(layers), parts_of(packaging, len(layers))

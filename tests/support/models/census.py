@@ -2,8 +2,7 @@
 
 The table is census.json beside this file:
 
-    common      arguments for every model, and for its text_config if it has one;
-                ModelArgs drops those that it lacks
+    common      arguments for every model, and for its text_config if it has one
     built       module -> measurements and further arguments:
         caches      result of make_prompt_cache, such as "3 ArraysCache, 1 KVCache"
         layers      len(model.layers); null: the model has no such attribute
@@ -12,15 +11,9 @@ The table is census.json beside this file:
                     bit for bit, past the window, on the Linux CPU wheel in float32
         unequal     the reason, if drafts cannot be verified
         args        further arguments of ModelArgs
+        tiny        instead of args: a row of tiny_models.json, with more layers; its
+                    test is tests/engine/test_text_is_unchanged.py
     not_built   module -> the reason, and a part of the error that proves it
-
-One module sets the logits of certain ids to minus infinity, so its vocabulary must
-contain these ids. Its embeddings of ids from 256 on are zero. The embeddings are its
-output layer too, so the logits of ids from 256 on are 0, less than the largest logit,
-and these ids are never chosen.
-
-A row with "tiny" instead of "args" names a row of tiny_models.json. That model has more
-layers and a test of its own (tests/engine/test_text_is_unchanged.py).
 """
 
 import importlib
@@ -60,17 +53,11 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class NotBuilt:
-    """One row of `not_built`.
-
-    Attributes:
-        reason: an explanation.
-        error: a part of the error's text.
-        args: further arguments to try; None: the import fails already.
-    """
+    """One row of `not_built`."""
 
     reason: str
-    error: str
-    args: dict[str, Any] | None = None
+    error: str  # a part of the error's text
+    args: dict[str, Any] | None = None  # None: the import fails already
 
 
 def _read() -> dict[str, Any]:
@@ -122,10 +109,7 @@ def architectures() -> tuple[set[str], set[str]]:
 
 
 def build(module: str, *, seed: int = 0) -> nn.Module:
-    """Build the model of a row: the same weights for the same arguments.
-
-    This seeds the global random generator, so tests draw with their own keys.
-    """
+    """Build the model of a row with fixed weights; this seeds the global generator."""
     row = BUILT[module]
     if row.tiny is not None:
         return tiny_models.build(row.tiny, seed=seed)
@@ -170,6 +154,8 @@ def _draw(model: Any, module: str, args: dict[str, Any]) -> None:
     for _, layer in model.named_modules():
         if {"weight", "scales", "biases"} <= layer.keys():
             _randomise_two_bits(layer)
+    # One module masks certain ids, so its vocabulary contains them. Its embeddings are
+    # also its output layer: zeros give ids from 256 on the logit 0, which never wins.
     if args["vocab_size"] > COMMON["vocab_size"]:
         model.model.embed_tokens.weight[COMMON["vocab_size"] :] = 0
     mx.eval(model.parameters())
@@ -194,7 +180,6 @@ def cache_kinds(model: nn.Module) -> str:
 
 
 def window(model: nn.Module) -> int | None:
-    """Return the size of the rotating caches, which must be the same for all."""
     sizes = {
         leaf.max_size
         for _, leaf in leaves(make_prompt_cache(model))
@@ -205,7 +190,6 @@ def window(model: nn.Module) -> int | None:
 
 
 def layers(model: nn.Module) -> int | None:
-    """Return `len(model.layers)`, or None where the model has no such attribute."""
     parts = getattr(model, "layers", None)
     return None if parts is None else len(parts)
 
@@ -213,10 +197,7 @@ def layers(model: nn.Module) -> int | None:
 def widths_differ(model: nn.Module, prompt: list[int], rows: list[int]) -> float:
     """Return how far logits of rounds of four tokens differ from those of single steps.
 
-    Args:
-        model: the model.
-        prompt: tokens that are fed first, in one forward.
-        rows: tokens whose logits are compared; their number is a multiple of four.
+    The prompt is fed first, in one forward. The number of `rows` is a multiple of four.
     """
     wide, narrow = Lane(model), make_prompt_cache(model)
     wide.feed(prompt)

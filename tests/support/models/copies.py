@@ -15,7 +15,6 @@ def hooked(model: nn.Module) -> list[str]:
 
 
 def classes(model: nn.Module) -> dict[str, type]:
-    """Return the class of every module, by its path."""
     return {path: type(module) for path, module in model.named_modules()}
 
 
@@ -28,7 +27,6 @@ def attributes(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
 
 
 def parameters(model: nn.Module) -> dict[str, mx.array]:
-    """Return the parameters, by their paths."""
     flat: Any = tree_flatten(model.parameters())
     return dict(flat)
 

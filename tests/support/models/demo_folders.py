@@ -13,7 +13,6 @@ from mlx_speculation.models.mtp.load_with_convention import saved_convention
 
 
 def copy_of(name: str, folder: Path) -> Path:
-    """Copy a bundled model."""
     return Path(shutil.copytree(demo_models()[name], folder))
 
 

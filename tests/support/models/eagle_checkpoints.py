@@ -1,7 +1,7 @@
 """Tiny random EAGLE-3 heads, laid out on disk as real ones are.
 
-The table beside this file has a dialect for each publisher of such heads. This file
-repeats the names of tensors, so that a wrong name in the library is noticed.
+The table beside this file has a dialect for each publisher. Names of tensors are
+written out again here, so that tests notice wrong names in the library.
 """
 
 import json
@@ -22,47 +22,27 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Layout of a publisher's files.
-
-    Attributes:
-        architecture: the architecture in config.json.
-        layer: the name of the decoder layer.
-        tuple_ids: true: config.json has the list of layers at its top, as indices of
-            transformers' tuple of hidden states; false: it has the list in
-            `eagle_config`, as layers from 0; None: no list.
-        reduced: whether it drafts from a part of the ids, with d2t, t2d and lm_head.
-        embedding: whether it has its own embedding.
-        speculators: whether the sizes are in a nested part of config.json.
-        norms: norms of the tapped outputs: "" (none), "each", "old names" or "joined".
-        options: further keys of config.json.
-        layers: number of decoder layers.
-        query_norms: norms of queries and keys: "" (none), "each" head or "together".
-        deepspec: whether the list of layers has DeepSpec's form.
-        output: whether it has an output layer for all ids.
-        last: "plain" (without `fc`) or "fc" if it reads the last state alone; else "".
-        biased: whether attention and `fc` have biases.
-        gemma: whether its layer is Gemma 4's.
-        latent: whether its attention is DeepSeek's.
-        mask: the key of the mask's id in config.json, for P-EAGLE heads; else "".
-    """
+    """Layout of a publisher's files."""
 
     architecture: str
-    layer: str = "midlayer."
+    layer: str = "midlayer."  # name of the decoder layer
+    # The list of layers. True: at the top of config.json, as indices of transformers'
+    # tuple of hidden states; false: in `eagle_config`, as layers from 0; None: no list.
     tuple_ids: bool | None = False
-    reduced: bool = True
-    embedding: bool = False
-    speculators: bool = False
-    norms: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    layers: int = 1
-    query_norms: str = ""
-    deepspec: bool = False
-    output: bool = False
-    last: str = ""
-    biased: bool = False
-    gemma: bool = False
-    latent: bool = False
-    mask: str = ""
+    reduced: bool = True  # drafts from a part of the ids, with d2t, t2d and lm_head
+    embedding: bool = False  # has its own embedding
+    speculators: bool = False  # the sizes are in a nested part of config.json
+    norms: str = ""  # of the tapped outputs: "each", "old names" or "joined"
+    options: Mapping[str, Any] = field(default_factory=dict)  # further keys
+    layers: int = 1  # decoder layers
+    query_norms: str = ""  # of queries and keys: of "each" head or "together"
+    deepspec: bool = False  # the list of layers has DeepSpec's form
+    output: bool = False  # has an output layer for all ids
+    last: str = ""  # reads the last state alone: "plain" (without `fc`) or "fc"
+    biased: bool = False  # attention and `fc` have biases
+    gemma: bool = False  # the layer is Gemma 4's
+    latent: bool = False  # the attention is DeepSeek's
+    mask: str = ""  # key of the mask's id in config.json, for P-EAGLE heads
 
 
 EVERY = {name: Dialect(**row) for name, row in read_rows(__file__).items()}

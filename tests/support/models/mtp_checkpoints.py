@@ -37,26 +37,18 @@ Weights = dict[str, mx.array]
 class Layout:
     """Layout of a family's checkpoints.
 
-    Attributes:
-        module: the target's module in mlx_lm.models.
-        names: part of the head -> name in files; {k} is a layer of the head from 0, {n}
-            is {k} plus the number of the target's layers, {b} is a block.
-        config: further keys of config.json.
-        layers: number of layers of the head.
-        copies: copies of the target's tensors, name -> name in the target.
-        plus_one: whether norms are stored minus one.
-        fused: whether experts are stored in one tensor.
-        block_names: parts of names inside blocks, ours -> name in files.
+    In names, {k} is a layer of the head from 0, {n} is {k} plus the number of the
+    target's layers, and {b} is a block.
     """
 
-    module: str
-    names: Mapping[str, str]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    layers: int = 1
-    copies: Mapping[str, str] = field(default_factory=dict)
-    plus_one: bool = False
-    fused: bool = False
-    block_names: Mapping[str, str] = field(default_factory=dict)
+    module: str  # of the target, in mlx_lm.models
+    names: Mapping[str, str]  # part of the head -> name in files
+    config: Mapping[str, Any] = field(default_factory=dict)  # further keys
+    layers: int = 1  # of the head
+    copies: Mapping[str, str] = field(default_factory=dict)  # name -> target's name
+    plus_one: bool = False  # norms are stored minus one
+    fused: bool = False  # experts are stored in one tensor
+    block_names: Mapping[str, str] = field(default_factory=dict)  # ours -> in files
 
 
 LAYOUTS = {name: Layout(**row) for name, row in read_rows(__file__).items()}
@@ -71,23 +63,14 @@ EACH_KIND = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Written files.
-
-    Attributes:
-        folder: the folder.
-        layout: the layout of the files.
-        config: content of config.json.
-        target: the target, with the written weights.
-        head: the head, with the written weights.
-        tensors: the head's tensors by their names in the files.
-    """
+    """Written files, and the target and the head whose weights they hold."""
 
     folder: Path
     layout: Layout
-    config: dict[str, Any]
+    config: dict[str, Any]  # content of config.json
     target: nn.Module
     head: MtpHead
-    tensors: Weights
+    tensors: Weights  # of the head, by their names in the files
 
 
 def config_of(module: str) -> dict[str, Any]:
@@ -124,7 +107,6 @@ def make(name: str, *, seed: int = 0) -> tuple[dict[str, Any], nn.Module, MtpHea
 
 
 def family(layout: Layout) -> MtpFamily:
-    """Return the family of a layout."""
     result = family_of(f"mlx_lm.models.{layout.module}")
     assert result is not None
     return result
@@ -146,7 +128,6 @@ def read_mtp_head(
 
 
 def flat(module: nn.Module) -> Weights:
-    """Return a module's parameters by name."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
@@ -155,12 +136,8 @@ def head_tensors(
 ) -> Weights:
     """Return the head's tensors under the names of the original files.
 
-    Args:
-        layout: the layout.
-        target: the target, for the copies of its tensors.
-        head: the head.
-        raw: whether tensors have the form of the original files too; otherwise they
-            have that of mlx-lm's modules, as beside a converted target.
+    With `raw` they have the form of the original files too. Otherwise they have the
+    form of mlx-lm's modules, as beside a converted target.
     """
     trunk, tensors = len(target.layers), dict[str, mx.array]()
     for name, value in flat(head).items():
@@ -296,6 +273,5 @@ def write_tiny(
 
 
 def save(file: Path, weights: Weights, *, kind: str = "pt") -> None:
-    """Write one safetensors file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(file), weights, metadata={"format": kind})

@@ -7,12 +7,7 @@ from support.models.demo_folders import copy_of
 
 
 def write_own_code(folder: Path, trace: Path) -> Path:
-    """Copy the bundled draft model, with a file of code that builds it.
-
-    Args:
-        folder: the new folder.
-        trace: a file that the code creates when it runs.
-    """
+    """Copy the draft model with its own code; running the code creates `trace`."""
     copy_of("draft", folder)
     config = json.loads((folder / "config.json").read_text("utf-8"))
     kind = config.pop("model_type")

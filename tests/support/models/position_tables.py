@@ -15,17 +15,16 @@ class _Noting(nn.Embedding):
     """Records the positions that are looked up."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Look rows up as an embedding does."""
         self.noted.append(x)
         rows: mx.array = self.weight[x]
         return rows
 
 
 def with_table(module: str, positions: int, *, seed: int = 0) -> nn.Module:
-    """Build a model with a number of learned positions.
+    """Build a model with this number of learned positions.
 
-    Its table is the beginning of a longer buffer: mlx looks up rows without a check of
-    bounds, so a row past the table is read as NaN.
+    mlx looks up rows without a check of bounds, so it reads a row past the table as
+    NaN.
     """
     args: Any = BUILT[module].args
     model = build_from(module, {**args, "n_positions": positions}, seed=seed)
@@ -41,7 +40,6 @@ def with_table(module: str, positions: int, *, seed: int = 0) -> nn.Module:
 
 
 def table_of(model: Any) -> Any:
-    """Return the table of positions."""
     return (model.model if hasattr(model, "model") else model.transformer).wpe
 
 

@@ -1,7 +1,6 @@
 """Tiny real models of every mlx-lm module that keeps an `ArraysCache`.
 
-Some are in the table of tiny models; the rest are in recurrent_models.json beside this
-file, in the same form.
+Those that the table of tiny models lacks are in recurrent_models.json.
 """
 
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ _MORE = read_table(Path(__file__).with_suffix(".json"))
 
 
 def recurrent(caches: list[Any]) -> list[Any]:
-    """Return the caches of recurrent layers."""
     return [cache for cache in flat(caches) if isinstance(cache, ArraysCache)]
 
 
@@ -43,12 +41,11 @@ RECURRENT_MODELS: dict[str, TinyModel] = {
     if recurrent_caches(structure(tiny))
 }
 
-# Models whose mixers, having no replay, run again over the inputs of accepted tokens.
+# Their mixers have no replay: they run again over the inputs of accepted tokens.
 RUN_AGAIN = ("jamba", "mamba", "rwkv7")
 
 
 def build_recurrent(name: str) -> nn.Module:
-    """Build the named model: the same weights for the same arguments."""
     return build_tiny(RECURRENT_MODELS[name])
 
 
@@ -60,7 +57,6 @@ ROWS = mx.array([[201, 7, 96, 255, 31, 148], [5, 5, 80, 2, 0, 9], [90, 1, 44, 3,
 
 @contextmanager
 def hooked(model: nn.Module) -> Iterator[ModelHooks]:
-    """Hook a model inside a `with` block."""
     owner = ModelHooks(model)
     try:
         yield owner

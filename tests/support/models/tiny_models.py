@@ -1,9 +1,7 @@
 """Tiny real mlx-lm models with random float32 weights, one for each kind of caches.
 
-The configurations are in tiny_models.json beside this file: hidden size 64, two to four
-layers, 256 token ids, sliding windows of 16 (24 for recurrent_gemma). The weights are
-scaled so that the logits depend on the whole text: greedy continuations use many
-different tokens, and a token changed far back in the context changes the logits.
+The configurations are in tiny_models.json beside this file. The weights are scaled so
+that logits depend on the whole text, and greedy texts have many different tokens.
 """
 
 import importlib
@@ -37,26 +35,17 @@ _NOISE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """One configuration.
+    """One configuration."""
 
-    Attributes:
-        name: Its key in the table, e.g. "llama(sliding)".
-        module: The module under mlx_lm.models.
-        bitwise: Whether a forward over many rows equals single-row forwards bit
-            for bit on the Linux CPU wheel in float32.
-        window: The size of its sliding windows; None: no windows.
-        args: The argument of ModelArgs.from_dict.
-    """
-
-    name: str
-    module: str
+    name: str  # key in the table, such as "llama(sliding)"
+    module: str  # in mlx_lm.models
+    # Many rows in one forward equal single rows bit for bit, on the Linux CPU wheel.
     bitwise: bool
-    window: int | None
-    args: dict[str, Any]
+    window: int | None  # of its sliding layers
+    args: dict[str, Any]  # of ModelArgs.from_dict
 
 
 def read_table(path: Path) -> dict[str, TinyModel]:
-    """Read configurations by name."""
     rows = json.loads(path.read_text(encoding="utf-8"))
     return {name: TinyModel(name=name, **row) for name, row in rows.items()}
 
@@ -71,15 +60,9 @@ TINY_MODELS = read_table(Path(__file__).with_suffix(".json"))
 def build(
     name: str, *, seed: int = 0, vocab: int | None = None, layers: int | None = None
 ) -> nn.Module:
-    """Build the named model: the same weights for the same arguments.
+    """Build a model of `TINY_MODELS`, with the same weights for the same arguments.
 
     This seeds the global random generator, so tests draw with their own keys.
-
-    Args:
-        name: A key of TINY_MODELS.
-        seed: Chooses the weights.
-        vocab: The number of token ids; None: 256.
-        layers: The number of layers; None: that of the table.
     """
     tiny = TINY_MODELS[name]
     if layers is not None:
@@ -93,7 +76,6 @@ def build(
 def build_tiny(
     tiny: TinyModel, *, seed: int = 0, vocab: int | None = None
 ) -> nn.Module:
-    """Build a model from its configuration; see `build`."""
     mx.random.seed(seed)  # The constructors draw from the global generator.
     model = structure(tiny, vocab=vocab)
     scale = embedding_scale(tiny.module)
@@ -112,13 +94,8 @@ def structure(tiny: TinyModel, *, vocab: int | None = None) -> nn.Module:
 def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None:
     """Give a model its random weights, drawn once for each key `known`.
 
-    Drawing them takes most of the time of a build. A test may assign into a model's
-    weights, so each model gets new arrays, which share the memory.
-
-    Args:
-        model: a new model.
-        known: key of the weights: the kind of model and its seed.
-        draw: gives the model random weights.
+    Drawing takes most of the time of a build. Each model gets new arrays that share the
+    memory, since a test may assign into a model's weights.
     """
     if known in _WEIGHTS:
         weights = [(path, mx.array(each)) for path, each in _WEIGHTS[known]]
@@ -135,7 +112,6 @@ def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None
 
 
 def embedding_scale(module: str) -> float:
-    """Return the scale of the embeddings of a module's model."""
     return _GEMMA_EMBEDDING if "gemma" in module else _EMBEDDING
 
 
@@ -170,13 +146,7 @@ def _arguments(tiny: TinyModel, vocab: int | None) -> dict[str, Any]:
 
 
 def _randomised(path: str, weight: mx.array, embedding: float | None) -> mx.array:
-    """Return random values of the scale that a weight needs.
-
-    Args:
-        path: path of the weight in the model.
-        weight: its initial value.
-        embedding: the scale of an embedding; None: the weight is not an embedding.
-    """
+    """Return random values for a weight; `embedding` is the scale of an embedding."""
     if not mx.issubdtype(weight.dtype, mx.floating):
         return weight  # packed bits
     noise = mx.random.normal(weight.shape)

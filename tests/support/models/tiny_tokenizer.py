@@ -13,10 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def byte_tokenizer(extra: tuple[str, ...] = (), first: str = "") -> TokenizerWrapper:
-    """Make a tokenizer with ids 0 to 255, and one more for each of `extra`.
-
-    `first` is the token that gets id 0; "": the smallest one.
-    """
+    """Make a tokenizer of bytes and the tokens `extra`; the byte `first` gets id 0."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     alphabet.sort(key=lambda token: token != first)
     return _tokenizer([*alphabet, *extra])
@@ -63,8 +60,7 @@ BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 def sentencepiece_tokenizer(*, strips: bool = True) -> TokenizerWrapper:
     """Make a tokenizer of `PIECES` and bytes, with the decoder of Llama or of Gemma.
 
-    Ids 0 to 255 are the bytes. With `strips` (Llama) the first space of a text is
-    removed.
+    Ids 0 to 255 are the bytes. Llama's decoder `strips` the first space of a text.
     """
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     ends = [decoders.Strip(" ", 1, 0)] if strips else []

@@ -1,10 +1,5 @@
 """Tiny models of mlx-vlm's families with random weights, and prompts with images.
 
-    FAMILIES    the configs, by family
-    grid        names as parameters of tests, some of them slow
-    tiny        a model
-    prompt_with a prompt with images of given sizes, as a processor would make it
-
 Images are random tensors of the shape that the family's processor makes. Images that
 are cut into patches may differ in size; others have one size.
 """
@@ -64,7 +59,6 @@ def tiny(name: str, seed: int = 0, **text_config: Any) -> VisionTarget:
 
 
 def build(name: str, family: TinyFamily, seed: int = 0, **text_config: Any) -> Any:
-    """Return mlx-vlm's model of a family, see `tiny`."""
     config = copy.deepcopy({"model_type": name, **family.config})
     config.get("text_config", config).update(text_config)
     package: Any = importlib.import_module(f"mlx_vlm.models.{name}")
@@ -104,10 +98,7 @@ def build(name: str, family: TinyFamily, seed: int = 0, **text_config: Any) -> A
 
 @cache
 def _let_chunks_be_short() -> None:
-    """Let layers with states read prompts in padded chunks of 8 rows instead of 64.
-
-    The texts have some 40 tokens, and inverting a chunk takes an operation per row.
-    """
+    """Let recurrent layers read prompts in chunks of 8 rows, not 64, to save time."""
     from mlx_vlm.models.qwen3_5 import gated_delta
 
     gated_delta.gated_delta_chunked.__defaults__ = (None, 8)
@@ -128,11 +119,8 @@ def prompt_with(
 ) -> ImagePrompt:
     """Return a prompt of a text with images in the place of its braces.
 
-    Args:
-        name: the family.
-        sizes: patches of each image, down and across, if images are cut into patches.
-        seed: of the images' pixels.
-        text: has at least one pair of braces for each image.
+    `sizes` has the rows and columns of each image's patches, if images are cut into
+    patches.
     """
     family, parts = TINY[name], text.split("{}")
     ids: list[int] = list(parts[0].encode())

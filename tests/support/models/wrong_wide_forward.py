@@ -8,13 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 
 class WrongInWideForwards(nn.Module):
-    """A model whose best token becomes the worst in one row of a wide forward.
-
-    Args:
-        model: the right model.
-        row: the row that is wrong.
-        width: the number of rows of a wide forward.
-    """
+    """Makes the best token the worst in one row of forwards over `width` rows."""
 
     def __init__(self, model: nn.Module, row: int, width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -22,11 +16,9 @@ class WrongInWideForwards(nn.Module):
         self._row, self._width = row, width
 
     def make_cache(self) -> list[Any]:
-        """Return the caches of the right model."""
         return make_prompt_cache(self.model)
 
     def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
-        """Return logits [1, rows, vocab]."""
         logits: mx.array = self.model(ids, cache=cache)
         if ids.shape[1] != self._width:
             return logits

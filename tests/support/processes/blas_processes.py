@@ -45,10 +45,7 @@ print(mx.array_equal((row[None] @ weights)[0], in_order).item())
 def run_python(code: str, *options: str, **environment: str | None) -> list[str]:
     """Run code in a new process, without torch; return the lines that it printed.
 
-    Args:
-        code: a program that has to exit with 0, without output on standard error.
-        options: of Python.
-        environment: variables to set; None: to remove.
+    The code must exit with 0. A variable of the environment that is None is removed.
     """
     done = subprocess.run(
         [sys.executable, *options, "-c", WITHOUT_TORCH + code],

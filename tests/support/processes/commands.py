@@ -19,10 +19,8 @@ command_of = cache(typer.main.get_command)
 class Commands:
     """Runs commands; a traceback fails the test.
 
-    Rounds are timed in one pass, since tests of commands need no exact costs.
-
-    Args:
-        monkeypatch: replaces the choice of a BLAS, which a process cannot repeat.
+    The choice of a BLAS is replaced, since a process cannot repeat it. Rounds are timed
+    in one pass, since tests of commands need no exact costs.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,13 +35,7 @@ class Commands:
     def __call__(
         self, *options: Any, text: str | bytes | None = None, colour: bool = False
     ) -> Result:
-        """Run a command.
-
-        Args:
-            options: the command's name and its options.
-            text: standard input.
-            colour: whether standard output takes colours.
-        """
+        """Run a command with standard input `text`, in colours if `colour`."""
         runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
         done = runner.invoke(
             app, [str(option) for option in options], input=text, color=colour

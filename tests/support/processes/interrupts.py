@@ -17,13 +17,8 @@ def at_opcode(
 ) -> Iterator[list[int]]:
     """Call `action` at the `number`-th opcode of files whose path contains `traced`.
 
-    Yields a list with the number of opcodes left until then, below 0 afterwards.
-
-    Args:
-        number: number of the opcode; 0: none.
-        traced: part of a path.
-        action: raises an exception or a signal.
-        skip: code whose opcodes are not counted.
+    Opcodes of the code `skip` are not counted. Yields a list with the number of opcodes
+    left until then, below 0 afterwards.
     """
     left = [number]
 

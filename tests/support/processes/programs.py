@@ -13,12 +13,7 @@ MAIN = "from mlx_speculation.cli import main; main()"
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """Return the command that runs a program.
-
-    Args:
-        code: its code.
-        arguments: its arguments in `sys.argv`.
-    """
+    """Return the command that runs code with these arguments in `sys.argv`."""
     return [sys.executable, "-c", WITHOUT_TORCH + code, *arguments]
 
 
@@ -33,5 +28,4 @@ def script(file: Path, *arguments: str) -> list[str]:
 
 
 def command_line(*options: str) -> list[str]:
-    """Return the command that runs `mlx-speculation` with these options."""
     return python(MAIN, *options)

@@ -67,11 +67,7 @@ def say(said: Any) -> None:
 
 
 def built(name: str) -> nn.Module:
-    """Return a whole tiny model.
-
-    "head/NAME" is the target of a layout with an MTP head, "census/NAME" a model of the
-    census.
-    """
+    """Return a tiny model, a layout's target ("head/NAME") or a census model."""
     if name.startswith("census/"):
         return census.build(name.removeprefix("census/"))
     layout = name.removeprefix("head/")
@@ -98,7 +94,6 @@ def head_of(name: str, model: nn.Module) -> MtpDraft:
 
 
 def generator(model: nn.Module, draft: Any = None, **options: Any) -> Any:
-    """Return a generator on all ranks."""
     return SpeculativeGenerator(
         model, byte_tokenizer(), draft=draft, group=group, **options
     )
@@ -329,11 +324,9 @@ def _dropped(made: Any) -> int:
 def endless(deed: str, who: str) -> dict[str, Any]:
     """Generate until a rank is lost; return the time and the raised error.
 
-    Args:
-        deed: the fault. "wait", or "prompt" with a long prompt: the test kills a rank;
-            "raise" or "exit": it happens after some tokens; "fail": the model raises;
-            "sulk": likewise, and the process lives on.
-        who: the rank with the fault.
+    Rank `who` has the fault `deed`. For "wait" and "prompt" (a long prompt), the test
+    kills the rank. For "raise" and "exit", its program does so after some tokens. For
+    "fail", its model raises; for "sulk", its process then lives on.
     """
     model: Any = (
         on_ranks("llama")
@@ -370,12 +363,9 @@ def endless(deed: str, who: str) -> dict[str, Any]:
 
 
 class Failing:
-    """A layer that fails."""
-
     use_sliding = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        """Fail."""
         raise ValueError("the layer has failed")
 
 

@@ -39,13 +39,7 @@ def make(length: int | None) -> Any:
 
 
 class Streams:
-    """Orders of events in several streams; the first stream is read to its end.
-
-    Args:
-        made: the generator.
-        sampling: of all streams.
-        mixed: whether a stream has rounds with and without drafts.
-    """
+    """Orders of events in several streams; the first stream is read to its end."""
 
     def __init__(
         self, made: SpeculativeGenerator, sampling: Sampling, *, mixed: bool
@@ -61,15 +55,12 @@ class Streams:
         )
 
     def alone(self) -> list[int]:
-        """Read the first text alone."""
         return _rest(self._stream(ONE))
 
     def alone_too(self) -> list[int]:
-        """Read the second text alone."""
         return _rest(self._stream(TWO))
 
     def dropped_before_its_begin(self) -> list[int]:
-        """Drop a stream before its first chunk."""
         one = self._stream(ONE)
         tokens = [next(one).token]
         two = self._stream(TWO)
@@ -154,7 +145,6 @@ class Mixed:
         self._plans = cycle([0, 2, 2, 0, 0, 2])
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the next plan."""
         return Plan(min(next(self._plans), limit), "fixed")
 
     def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
@@ -195,10 +185,7 @@ def several(*kinds: str) -> dict[str, dict[str, list[int]]]:
 
 
 def all_and_lost(*cases: str) -> dict[str, Any]:
-    """Run all programs in one launch, to save time; rank 1 is killed in the last.
-
-    Calibration has one pass, and a lost rank is noticed soon.
-    """
+    """Run all programs in one launch, to save time; rank 1 is killed in the last."""
     calibration.PASSES = 1
     said: dict[str, Any] = {
         "texts": texts("tensor", *cases, by_turns=True, tokens=10),

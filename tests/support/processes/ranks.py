@@ -1,11 +1,8 @@
 """Runs programs on several ranks of one machine, with a time limit.
 
-The ranks use mlx's ring. With RANKS_BACKEND=nccl in the environment they use NCCL, each
-with its own GPU. RANKS_SECONDS in the environment changes the limit.
-
-Threads of the ring keep a core busy while they wait for another rank. On a busy machine
-a launch of ten seconds may take two minutes, so limits are long; only a hang should
-reach them.
+The ranks use mlx's ring, or NCCL with RANKS_BACKEND=nccl, each with its own GPU.
+RANKS_SECONDS changes the limit. The limit is long: threads of the ring keep cores busy
+while they wait, so a launch of ten seconds may take two minutes on a busy machine.
 """
 
 import json
@@ -31,17 +28,11 @@ SECONDS = float(os.environ.get("RANKS_SECONDS", "400"))
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """End of one rank's process.
+    """End of one rank's process."""
 
-    Attributes:
-        status: its exit status; negative: the signal that killed it.
-        said: the result written with `rank_programs.say`; None: nothing.
-        errors: its standard error.
-    """
-
-    status: int
-    said: Any
-    errors: str
+    status: int  # negative: the signal that killed it
+    said: Any  # result written with `rank_programs.say`
+    errors: str  # standard error
 
 
 def run_ranks(
@@ -55,13 +46,8 @@ def run_ranks(
 ) -> list[Ended]:
     """Run a program of `rank_programs` on every rank; kill processes left at the end.
 
-    Args:
-        program: its name and arguments.
-        folder: an empty folder, for the results of the ranks.
-        ranks: number of ranks.
-        seconds: limit after which processes are killed and the test fails.
-        launcher: start the ranks with mlx.launch.
-        meanwhile: called with the process ids once they run; not with the launcher.
+    With `launcher`, mlx.launch starts the ranks. Without it, `meanwhile` gets the
+    process ids once they run. The folder must be empty.
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = dict(os.environ, RANKS_FOLDER=str(folder))

@@ -1,9 +1,8 @@
 """A process that runs the code and commands of the documentation as a user would.
 
-The process uses OpenBLAS if that is installed, as programs do by default. Tests keep
-the reference BLAS, which takes three times as long, or with large matrices ten times.
-Tests with large matrices are marked `openblas` and run in this process too. One process
-runs everything in turn, since importing the package takes seconds.
+It uses OpenBLAS, as programs do by default. Tests use the reference BLAS, which takes
+three to ten times as long; so tests with large matrices (`openblas`) run here too. One
+process runs everything, since importing the package takes seconds.
 """
 
 import io
@@ -45,17 +44,10 @@ class Reader:
         self._process: subprocess.Popen[str] | None = None
 
     def program(self, path: Path) -> Said:
-        """Run a program in a file."""
         return self._ask({"program": str(path)})
 
     def snippets(self, page: str, blocks: list[str], folder: Path) -> Said:
-        """Run pieces of code in one namespace, in a folder.
-
-        Args:
-            page: their name in tracebacks.
-            blocks: their code.
-            folder: the working folder.
-        """
+        """Run pieces of code in one namespace; `page` is their name in tracebacks."""
         return self._ask({"page": page, "blocks": blocks, "folder": str(folder)})
 
     def command(self, words: list[str], folder: Path, text: str) -> Said:
@@ -67,7 +59,6 @@ class Reader:
         return self._ask({"test": name, "folder": str(ROOT)})
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.communicate()
             assert self._process.returncode == 0
@@ -120,10 +111,7 @@ def _answer(answers: TextIO) -> None:
 
 @contextmanager
 def _as_in_tests() -> Iterator[None]:
-    """Make warnings errors, and fix the default draft length.
-
-    The costs of rounds are measured in one pass, and heads are probed on less text.
-    """
+    """Make warnings errors, fix the default draft length, and shorten measurements."""
     from mlx_speculation.engine.draft_length import calibration
     from mlx_speculation.models.checkpoints import probe_text
     from support import usual_length

@@ -1,8 +1,7 @@
 """Servers with the real engine, whose answers follow a script.
 
-A script returns the text of an answer for a request. The text becomes a constraint that
-allows one token at each position; prompts, caches, rounds, drafts and streams are those
-of any request.
+A script returns the text of an answer. The text becomes a constraint that allows one
+token at each position; everything else is as in any request.
 """
 
 from collections.abc import Callable, Iterator
@@ -84,9 +83,7 @@ def agent_maker(
 ) -> Callable[[PrefixCache | None], SpeculativeGenerator]:
     """Return a function that makes a generator of a tiny target with `agent_tokenizer`.
 
-    Args:
-        draft: "near" for a model that is often right, "lookup", or None.
-        kind: name of the target.
+    The draft "near" is a model that is often right.
     """
 
     def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
@@ -112,7 +109,6 @@ def scripted(
     limits: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
-    """Run a server whose answers come from a script."""
     real = Answering._constraint
 
     def constraint(answering: Answering, job: Job, state: str, more: Any) -> Any:

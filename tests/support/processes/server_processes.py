@@ -20,28 +20,17 @@ END_OF_TEXT = 0
 
 @dataclass(slots=True)
 class ServerProcess:
-    """A running server.
-
-    Attributes:
-        popen: its process.
-        url: its address, without a path.
-    """
+    """A running server."""
 
     popen: "subprocess.Popen[str]"
-    url: str
+    url: str  # without a path
 
 
 @contextmanager
 def server_process(
     *options: Any, model: str | Path, before: str
 ) -> Iterator[ServerProcess]:
-    """Run a server; kill it in the end if it still runs.
-
-    Args:
-        options: options of the command.
-        model: folder of the model.
-        before: code that the program runs first.
-    """
+    """Run a server, after the code `before`; kill it in the end."""
     command = ["serve", str(model), "--port", "0", "--blas", "stock"]
     popen = subprocess.Popen(
         python(f"{before}\n{MAIN}", *command, *map(str, options)),

@@ -28,7 +28,6 @@ NAME = "tiny"
 
 
 def letters(text: str) -> list[int]:
-    """Return the ids of a text of letters."""
     return [ord(letter) - ord("A") for letter in text]
 
 
@@ -72,15 +71,7 @@ def serving(
     limits: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
-    """Run a server in this process, by default of a tiny pair.
-
-    Args:
-        make: makes its generator.
-        draft: the name of the draft.
-        prefixes: its prefix cache.
-        limits: arguments of `Limits`.
-        settings: arguments of `Settings`.
-    """
+    """Run a server in this process, by default of a tiny pair."""
     usual = {"max_tokens": 64, "prompt_tokens": 256, "read_seconds": 5.0}
     made = Settings(
         draft=draft,
@@ -93,7 +84,6 @@ def serving(
 
 @contextmanager
 def client_of(server: Server, key: str = "none") -> Iterator[openai.OpenAI]:
-    """Yield the openai client, without retries."""
     with openai.OpenAI(
         base_url=f"{server.url}/v1",
         api_key=key,
@@ -113,21 +103,14 @@ class Listening(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Response over a socket.
+    """Response over a socket."""
 
-    Attributes:
-        status: HTTP status; 0: no response.
-        headers: by name, in lower case.
-        body: the rest.
-    """
-
-    status: int
-    headers: dict[str, str]
+    status: int  # 0: no response
+    headers: dict[str, str]  # names in lower case
     body: bytes
 
     @property
     def json(self) -> Any:
-        """The body as JSON."""
         return json.loads(self.body)
 
     def refused(self, status: int) -> dict[str, Any]:
@@ -142,19 +125,12 @@ class Answer:
 
 
 def connect(server: Listening) -> socket.socket:
-    """Open a connection."""
     host, port = server.url.removeprefix("http://").rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=120)
 
 
 def exchange(server: Listening, sent: bytes, *, close: bool = False) -> Answer:
-    """Send bytes, and read until the server closes.
-
-    Args:
-        server: the server.
-        sent: the bytes.
-        close: whether to close the sending direction after the bytes.
-    """
+    """Send bytes and read all; `close` closes the sending direction after the bytes."""
     with connect(server) as connection:
         try:
             connection.sendall(sent)
@@ -166,7 +142,6 @@ def exchange(server: Listening, sent: bytes, *, close: bool = False) -> Answer:
 
 
 def answer_on(connection: socket.socket) -> Answer:
-    """Read an answer to its end."""
     received = b""
     while more := connection.recv(1 << 16):
         received += more
@@ -192,7 +167,6 @@ def packet(
     headers: Mapping[str, str] | None = None,
     method: str = "POST",
 ) -> bytes:
-    """Return the bytes of a request."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     usual = {"Host": "here", "Connection": "close", "Content-Length": str(len(raw))}
     lines = {**usual, **(headers or {})}
@@ -201,7 +175,6 @@ def packet(
 
 
 def get(server: Listening, path: str, **headers: str) -> Answer:
-    """Send a GET request."""
     return post(server, b"", path=path, headers=headers, method="GET")
 
 
@@ -231,11 +204,7 @@ def refusal(act: Callable[[], Any]) -> int:
 
 
 def read_body(model: Any, body: Mapping[str, Any]) -> Any:
-    """Return a body as the server parses it.
-
-    Raises:
-        ApiError: the body is not valid.
-    """
+    """Return a body as the server parses it; raise an `ApiError` if it is not valid."""
     try:
         return model.model_validate(body)
     except ValidationError as error:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 
 def until(met: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until a condition is met."""
     end = time.monotonic() + seconds
     while not met():
         assert time.monotonic() < end, "it did not come"

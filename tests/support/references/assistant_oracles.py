@@ -19,13 +19,11 @@ class OracleStep:
     """Predicts the next token of a known text, in place of `Assistant.step`.
 
     Every call is checked. The first call of a round gets the target's state before the
-    newest token, later calls get the oracle's state. Each call reads the target's keys
+    newest token; later calls get the oracle's state. Each call reads the target's keys
     and values of all positions before the newest token, or of the last ones in a
-    window. All calls of a round have the same position.
+    window.
 
     Args:
-        draft: the assistant on its target.
-        text: prompt and continuation.
         wrong: returns whether the token at a position is predicted wrong.
         sparse: whether it returns logits for a few ids only.
         gone: number of rows of a window that a step in flight may have replaced.
@@ -57,7 +55,6 @@ class OracleStep:
     def __call__(
         self, embedded: mx.array, state: mx.array, read: Read, position: int
     ) -> AssistantOutput:
-        """Check the inputs, and predict the next token."""
         newest = position if self._after else position + 1
         step = 0
         number: Any = state[0, 0, 0].item()

@@ -28,14 +28,11 @@ def depth_loss(
     """Return the sum of the losses of counted slots, and their number.
 
     Args:
-        weights: the head's weights, by their names on disk.
-        config: the head's config.json.
         features: the outputs of the tapped layers, each [positions, Ht].
         embedded: embeddings of the tokens [positions, H].
         teacher: the target's logits of the head's ids, [positions, ids].
         likeliest: the column of the target's choice after each position, or -1.
         counts: whether the token at a position counts for the loss.
-        slots: number of slots that draft.
         depth: index of the drafted token, from 0.
         hard: the weight of the loss of the target's choice.
     """

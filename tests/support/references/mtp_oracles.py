@@ -16,12 +16,7 @@ _OWN = 1000.0
 
 
 class OracleHead:
-    """The attributes of a head, as its callers read them.
-
-    Args:
-        layers: number of its layers; several form a chain.
-        depth: largest number of tokens that it drafts; None: no limit.
-    """
+    """The attributes of a head that its callers read; several layers form a chain."""
 
     def __init__(self, layers: int, depth: int | None) -> None:
         self.chained = layers > 1
@@ -29,7 +24,6 @@ class OracleHead:
         self._layers = layers
 
     def new_caches(self) -> list[list[Any]]:
-        """Return a cache for each layer."""
         return [[KVCache()] for _ in range(self._layers)]
 
 
@@ -37,16 +31,11 @@ class OracleMtp:
     """A head that predicts the tokens of a known text.
 
     Every call is checked. Slot i of layer 0 must have the target's state at position i,
-    as computed by one forward over the text, or the oracle's state of the slot before.
-    A slot with the target's state must have token i + 1 of the text. The oracle's
-    caches hold the tokens.
+    or the oracle's state of the slot before. With the target's state, it must have
+    token i + 1 of the text. The oracle's caches hold the tokens.
 
     Args:
-        target: the target.
-        text: prompt and continuation.
         before_norm: whether it gets the states before the norm.
-        layers: number of its layers.
-        depth: see `OracleHead`.
         wrong: returns whether the token at a position is predicted wrong.
         first: the position of the first slot in new caches.
     """
@@ -91,7 +80,6 @@ class OracleMtp:
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
-        """Write slots."""
         self._checked("history", hidden, tokens, caches, layer)
 
     def _checked(

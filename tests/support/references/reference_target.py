@@ -38,23 +38,15 @@ def tables(layers: int = 8) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A text that a target has read.
-
-    Attributes:
-        model: the target.
-        tokens: ids; the last one has no state yet.
-        embeddings: [V, H].
-        lm_head: [V, H].
-    """
+    """A text that a target has read; its last token has no state yet."""
 
     model: nn.Module
     tokens: list[int]
-    embeddings: Array
-    lm_head: Array
+    embeddings: Array  # [V, H]
+    lm_head: Array  # [V, H]
 
     @classmethod
     def of(cls, layers: int, length: int) -> "Known":
-        """Return a text of a target with a number of layers."""
         weights = tables(layers)
         return cls(
             target(layers), prompt_of(length), weights["embedding"], weights["head"]
@@ -67,10 +59,7 @@ class Known:
         return states
 
     def hidden(self, layers: Sequence[int | None]) -> list[Array]:
-        """Return the outputs of layers, [positions, H] each.
-
-        -1 is the output of the embedding, None that of the final norm.
-        """
+        """Return outputs of layers; -1: of the embedding, None: of the final norm."""
         named = [layer for layer in layers if layer is not None]
         taps = HiddenStates(self.model, layers=named, after_norm=True)
         try:
@@ -105,10 +94,8 @@ def assert_drafts(
 ) -> None:
     """Assert that logits equal the reference's up to rounding of float32.
 
-    Args:
-        seen: logits [1, n] of each draft, and the ids of their columns or None.
-        ids: ids of the columns where `seen` has None; None: all ids in order.
-        expected: [drafts, V], -inf at ids that the drafter cannot draft.
+    `seen` has the logits of each draft and the ids of their columns, or None for `ids`.
+    `expected` is [drafts, V], -inf at ids that the drafter cannot draft.
     """
     assert len(seen) == len(expected)
     for (logits, row_ids), row in zip(seen, expected, strict=True):

@@ -30,7 +30,6 @@ class Draws:
         return self._normal(shape, size)
 
     def ordering(self, size: int) -> NDArray[np.int64]:
-        """Return the numbers below size in random order."""
         return self._generator.permutation(size).astype(np.int64)
 
     def _normal(self, shape: tuple[int, ...], size: float) -> Float32:

@@ -1,9 +1,8 @@
 """The same weights in transformers' classes, under torch: float32, on the CPU.
 
-The bundled models have mlx-lm's layout with quantized weights, which transformers does
-not read. So the weights are taken from the loaded mlx-lm model, in float32, under
-transformers' names. Both models then have to give equal logits at every position of a
-text that is longer than any window.
+transformers cannot read the bundled models' quantized weights in mlx-lm's layout. So
+the weights come from the loaded mlx-lm model. Both must give equal logits at all
+positions.
 """
 
 import json
@@ -31,27 +30,14 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A model in transformers' class.
-
-    Attributes:
-        model: the model of transformers.
-        difference: the largest difference of a logit from mlx-lm's.
-    """
+    """A model in transformers' class."""
 
     model: Any
-    difference: float
+    difference: float  # the largest of a logit from mlx-lm's
 
 
 def load_twin(folder: Path, text: list[int]) -> Twin:
-    """Return a model of mlx-lm's layout in transformers' class.
-
-    Args:
-        folder: the folder of the model.
-        text: token ids for the comparison of logits.
-
-    Raises:
-        UnlikeError: there is no such class, or its parameters or logits differ.
-    """
+    """Load a model of mlx-lm's layout in transformers' class; raise if they differ."""
     original = _in_float32(folder)
     settings = json.loads((folder / "config.json").read_text("utf-8"))
     text_settings = settings.get("text_config", settings)

@@ -1,7 +1,7 @@
 """Mean acceptance in closed form, from the distributions of draft and target.
 
-For keyed choice and token-wise rejection it is the acceptance of one position; for
-block verification, whose coins depend on all prefixes, it is that of a round.
+Keyed choice and token-wise rejection have an acceptance of each position. Block
+verification has that of a round, since its coins depend on all prefixes.
 """
 
 import mlx.core as mx
@@ -11,18 +11,11 @@ from mlx_speculation.samplers.rules.verification import BLOCK
 
 
 def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """Return the probability that both models choose x with the same Gumbel noise.
+    """Return the probability that both models choose each token with the same noise.
 
-    It is 1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by p / q
-    the maximum changes sides once, so two running sums are enough: O(vocab log vocab).
-    In float32 the error of the acceptance is 1e-4 at a vocabulary of 150,000.
-
-    Args:
-        target_probs: [..., vocab].
-        draft_probs: [..., vocab].
-
-    Returns:
-        [..., vocab]; its sum is the acceptance of keyed choice.
+    That of x is 1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by
+    p / q, the maximum changes sides once, so two running sums are enough. The sum over
+    x is the acceptance; its error in float32 is 1e-4 at a vocabulary of 150,000.
     """
     both = (target_probs > 0) & (draft_probs > 0)
     ratio = mx.where(target_probs > 0, target_probs / draft_probs, 0)  # inf is last
@@ -45,28 +38,18 @@ def keyed_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
 
 
 def tokenwise_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """Return the acceptance of token-wise rejection, [...], from tables [..., vocab].
-
-    It is the sum over tokens of min(p, q), or 1 minus the total variation distance.
-    """
+    """Return the acceptance of token-wise rejection, [...]: the sum of min(p, q)."""
     return mx.minimum(target_probs, draft_probs).sum(axis=-1)
 
 
 def block_accepted(
     target_probs: mx.array, draft_probs: mx.array | None, drafted: mx.array
 ) -> mx.array:
-    """Return how many tokens block verification accepts in a round, on average.
+    """Return how many tokens block verification accepts in a round, on average: [...].
 
-    It is the sum of p_1 to p_k along the drafted tokens. Its mean over rounds is the
-    mean accepted count; for one draft it is not the mean accepted count of that draft.
-
-    Args:
-        target_probs: [..., k + 1, vocab].
-        draft_probs: [..., k, vocab], or None for tokens chosen without chance.
-        drafted: integer [..., k].
-
-    Returns:
-        [...].
+    It is the sum of p_1 to p_k along the drafted tokens [..., k]. Only its mean over
+    rounds is the mean accepted count. Without `draft_probs`, the tokens were chosen
+    without chance.
     """
     draft = draft_distributions(target_probs, draft_probs, drafted)
     return BLOCK.odds(target_probs, draft, drafted).shares[..., 1:].sum(axis=-1)

@@ -33,10 +33,7 @@ def ids(state: ConstraintState) -> list[int]:
 
 
 def walk(constraint: Constraint, picks: Sequence[int]) -> list[int]:
-    """Return tokens chosen by the picks from the allowed ids.
-
-    The walk ends early if no id is allowed.
-    """
+    """Return tokens that the picks choose; the walk ends early if no id is allowed."""
     state, tokens = constraint.begin(), []
     for pick in picks:
         choices = ids(state)

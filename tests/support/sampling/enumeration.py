@@ -1,12 +1,11 @@
 """Exact distribution of the tokens that a rule emits, without sampling.
 
-Distributions come in tables: `target[d]` is [pairs, vocab**d, vocab], one distribution
-for each prefix of d tokens, the prefixes numbered in base `vocab`. The rule gets all
-drafts of k tokens at once, as batch rows. Its acceptance probabilities and next-token
-distributions are averaged over the drafts, weighted by their probabilities.
+In tables, `target[d]` is [pairs, vocab**d, vocab]: a distribution for each prefix of d
+tokens, numbered in base `vocab`. The rule gets all drafts of k tokens as batch rows.
+Its results are averaged, weighted by the drafts' probabilities.
 
-The result is the joint distribution of the first k + 1 tokens. A round may emit fewer;
-its tokens are then continued with the target's distribution.
+The result is the joint distribution of the first k + 1 tokens. If a round emits fewer,
+the target's distribution continues them.
 """
 
 from collections.abc import Callable
@@ -162,18 +161,11 @@ def ask(
     chance: bool = True,
     dtype: mx.Dtype = mx.float64,
 ) -> tuple[Array, list[Array]]:
-    """Give a rule all drafts of k tokens.
+    """Give a rule all drafts; return acceptance probabilities and distributions.
 
-    Args:
-        rule: the rule.
-        tables: the distributions.
-        shown: the draft's distributions that the rule gets; None: those of the tables.
-        chance: whether the draft is drawn at random; the rule then gets `shown`.
-        dtype: of the distributions, and so of the rule's arithmetic.
-
-    Returns:
-        The acceptance probabilities [pairs, vocab**k, k], and for every accepted count
-        the distribution of the next token [pairs, vocab**k, vocab].
+    The former are [pairs, vocab**k, k]. The latter are of the next token, [pairs,
+    vocab**k, vocab], by accepted count. If the draft is drawn by `chance`, the rule
+    gets `shown`, or else the draft's tables.
     """
     k, vocab = tables.k, tables.vocab
     with mx.stream(mx.cpu):  # the only device with float64
@@ -195,10 +187,7 @@ def ask(
 def grouped(mass: Array, distribution: Array, count: int) -> Array:
     """Sum `mass * distribution` over the drafts with the same first `count` tokens.
 
-    `mass` is [pairs, drafts].
-
-    Returns:
-        [pairs, vocab**count, vocab].
+    `mass` is [pairs, drafts]; the sum is [pairs, vocab**count, vocab].
     """
     vocab = distribution.shape[-1]
     each = (mass[..., None] * distribution).reshape(len(mass), vocab**count, -1, vocab)
@@ -232,9 +221,8 @@ def enumerate_rule(
 def ended_early(tables: Tables, ends: list[Flags]) -> tuple[list[Array], list[Array]]:
     """Return drawn and shown distributions of drafts that may end before k tokens.
 
-    `ends[d]` [pairs, vocab**d] is whether a draft ends before its token d, which may
-    depend only on the tokens before d. The rule then gets a row of zeros, and token 0
-    in place of the missing token.
+    `ends[d]` [pairs, vocab**d] says which drafts end before their token d. The rule
+    then gets a row of zeros, and token 0 in place of the missing token.
     """
     drawn, shown = [], []
     over = np.zeros((tables.pairs, 1), dtype=np.bool_)

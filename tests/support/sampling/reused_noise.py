@@ -18,12 +18,7 @@ from support.sampling.enumeration import (
 
 
 def enumerate_two_rounds(rule: Rule, tables: Tables) -> Array:
-    """Return the joint distribution of four tokens, [pairs, vocab**4].
-
-    Args:
-        rule: the rule of both rounds.
-        tables: of k = 3, so that the second round has its distributions.
-    """
+    """Return the joint distribution of four tokens, [pairs, vocab**4], from k = 3."""
     first = Tables(tables.target[:3], tables.draft[:2])
     acceptance, distributions = ask(rule, first)
     weights = chain_distribution(first.draft)  # [pairs, drafts]
@@ -58,10 +53,7 @@ def _after_one_token(tables: Tables, pair: int) -> Tables:
 def _second_round(rule: Rule, tables: Tables, mass: Array) -> Array:
     """Return the part of the distribution in which the first round emits one token.
 
-    Args:
-        rule: the rule.
-        tables: the tables after each token of the first round.
-        mass: [drafts of the first round, token that it emitted].
+    `mass` is [drafts of the first round, token that it emitted].
     """
     acceptance, distributions = ask(rule, tables)  # [emitted, drafts, 2]
     weights = mass.sum(0)[:, None] * chain_distribution(tables.draft)

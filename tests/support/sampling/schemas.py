@@ -58,7 +58,6 @@ SCHEMAS: st.SearchStrategy[Schema] = st.recursive(
 
 
 def fits(schema: Schema, value: Any) -> bool:
-    """Return whether a value fits one of the schemas above."""
     if "anyOf" in schema:
         return any(fits(one, value) for one in schema["anyOf"])
     if "enum" in schema:

@@ -1,7 +1,6 @@
 """Rounds over logits from a script, and processors that keep a record.
 
-Logits are a function of the prefix, so a row has the same bits in a plain step, in a
-verification of many rows, and in a round that is run again.
+Logits depend on the prefix alone: a row has the same bits in every kind of forward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -107,11 +106,7 @@ def verify(
 ) -> list[int]:
     """Run one round, keep or restore the processors' state; return the emitted tokens.
 
-    Args:
-        chooser: the chooser of the request.
-        text: the known tokens.
-        drafted: k tokens.
-        fail_at: fail after this many rows, or at the end if there are fewer.
+    It fails after `fail_at` rows, or at the end if there are fewer.
     """
     ahead = mx.array(drafted, dtype=mx.uint32) if drafted else None
     rows = Rows(text, ahead, len(drafted) + 1)

@@ -13,13 +13,7 @@ def shared_noise_distribution(first: Array, second: Array) -> Array:
     smallest. For x = y the probability is 1 / sum over z of max(p_z / p_x, q_z / q_x).
     For x != y, with t = E_y / E_x, it is the integral from p_y / p_x to q_y / q_x of
     (1 + t + sum over other z of max(p_z / p_x, t q_z / q_y)) to the power -2 over t.
-
-    Args:
-        first: [..., vocab].
-        second: [..., vocab].
-
-    Returns:
-        [..., vocab, vocab], the first distribution's token on the first axis.
+    The result is [..., vocab, vocab], with x on the first axis.
     """
     first, second = np.broadcast_arrays(first, second)
     vocab = first.shape[-1]

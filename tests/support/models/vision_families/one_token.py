@@ -1,7 +1,5 @@
 """Families whose prompts do not have one image token for each slot.
 
-A prompt has one token for each image, or as many as transformers counts.
-
 Vision towers that no config makes small are replaced, since only texts are compared.
 """
 

@@ -60,28 +60,17 @@ def merged(size: Size) -> int:
 
 
 def four(size: Size) -> int:
-    """Return the number of slots of an image if each image has four."""
     return 4
 
 
 @dataclass(frozen=True, slots=True)
 class TinyFamily:
-    """A tiny family of mlx-vlm.
+    """A tiny family of mlx-vlm."""
 
-    Attributes:
-        pixels: makes the tensors of images of given sizes, in patches.
-        slots: returns the number of slots of an image.
-        frame: ids before the slots of an image, and after them.
-        located: makes, from the ids, tensors with the places of the slots.
-        image: the id that the processor writes for a slot, or once for an image (-200).
-        adapt: shrinks the parts of the model that no config makes small.
-        config: config.json without `model_type`, from vision_families.json.
-    """
-
-    pixels: Pixels = square
-    slots: Callable[[Size], int] = four
-    frame: tuple[list[int], list[int]] = ([START], [END])
-    located: Callable[[mx.array], dict[str, mx.array]] | None = None
-    image: int = IMAGE
-    adapt: Callable[[Any], None] | None = None
-    config: dict[str, Any] = field(default_factory=dict)
+    pixels: Pixels = square  # makes the tensors of images of these sizes
+    slots: Callable[[Size], int] = four  # number of slots of an image
+    frame: tuple[list[int], list[int]] = ([START], [END])  # ids around the slots
+    located: Callable[[mx.array], dict[str, mx.array]] | None = None  # slots' places
+    image: int = IMAGE  # id of a slot, or of an image (-200)
+    adapt: Callable[[Any], None] | None = None  # shrinks parts that configs cannot
+    config: dict[str, Any] = field(default_factory=dict)  # without `model_type`

@@ -9,35 +9,20 @@ from support.references.blocks.rotary import Rope, rope_of
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Shapes and rules of the decoder layers.
+    """Shapes and rules of the decoder layers."""
 
-    Attributes:
-        layers: Decoder layers, counted in the tensors.
-        heads: Query heads (nh).
-        kv_heads: Key heads (nkv).
-        head_dim: Channels of a head (hd).
-        eps: Of every RMSNorm.
-        scale: Of attention scores: hd^-0.5, and 1 for Gemma 4.
-        rope: Rotation of queries and keys.
-        windows: Sliding window of each layer; None: full attention.
-        gemma: Sandwich norms, a norm of the values, tanh-GELU, `layer_scalar`.
-        norm_offset: Added to norm weights (1 for qwen3_5).
-        gated_query: q_proj gives [query | gate] per head.
-        value_scale: Factor of the values (`attention_value_scale`).
-    """
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float
-    rope: Rope
-    windows: tuple[int | None, ...]
-    gemma: bool
-    norm_offset: float
-    gated_query: bool
-    value_scale: float
+    layers: int  # counted in the tensors
+    heads: int  # of queries (nh)
+    kv_heads: int  # nkv
+    head_dim: int  # channels of a head (hd)
+    eps: float  # of every RMSNorm
+    scale: float  # of attention scores: hd^-0.5, and 1 for Gemma 4
+    rope: Rope  # of queries and keys
+    windows: tuple[int | None, ...]  # by layer; None: full attention
+    gemma: bool  # sandwich norms, a norm of the values, tanh-GELU, `layer_scalar`
+    norm_offset: float  # added to norm weights (1 for qwen3_5)
+    gated_query: bool  # q_proj gives [query | gate] per head
+    value_scale: float  # of the values (`attention_value_scale`)
 
 
 def inner_config(config: Config) -> Config:
@@ -81,12 +66,7 @@ def count_layers(weights: Weights) -> int:
 
 
 def body_of(weights: Weights, config: Config) -> Body:
-    """The body of a drafter whose tensors have canonical names.
-
-    Args:
-        weights: Tensors, in which the layers are counted.
-        config: Of any packaging but GGUF (see `packagings.canonical_config`).
-    """
+    """The body of a drafter whose tensors and config have canonical names."""
     inner = inner_config(config)
     gemma, offset = is_gemma(config), is_qwen3_5(config)
     heads = int(inner["num_attention_heads"])
@@ -134,19 +114,13 @@ def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
 def causal_layers(
     config: Config, body: Body, *, non_causal_default: bool
 ) -> tuple[bool, ...]:
-    """Return for each layer whether rows of the block see only earlier ones.
+    """Return for each layer whether attention within the block is causal.
 
-    In a file of speculators full layers are never causal, and sliding layers are causal
-    unless `sliding_window_non_causal` is true. In other files all layers are causal if
-    `dflash_query_causal` is true. Otherwise `is_causal` at the top or in
-    `dflash_config`, or `dflash_config.causal`, decides; without these keys only sliding
-    layers are causal.
-
-    Args:
-        config: Of any packaging but GGUF.
-        body: Its windows show which layers are sliding.
-        non_causal_default: `sliding_window_non_causal` when a speculators file lacks it
-            (false for dspark and dflash, true for dflash2).
+    In a file of speculators, full layers are never causal, and sliding layers are
+    causal unless `sliding_window_non_causal` is true (default: `non_causal_default`).
+    In other files, `dflash_query_causal` makes all layers causal. Otherwise `is_causal`
+    or `dflash_config.causal` decides; without these keys, only sliding layers are
+    causal.
     """
     sliding = tuple(window is not None for window in body.windows)
     if is_speculators(config):

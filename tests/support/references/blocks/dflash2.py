@@ -1,7 +1,6 @@
 """DFlash2: a block drafter with convolutions in its layers, and a selector after them.
 
-Backbone and context rows are those of DSpark's parallel part; the anchor is given (row
-0 drafts nothing).
+Backbone and context rows are those of DSpark. Row 0, the anchor, drafts nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,17 +25,12 @@ def convolve(
 ) -> Array:
     """The grouped dynamic causal convolution over the rows of one block.
 
-    out[i, c] = sum over t <= i, t < taps of
-    (base[side, t, c] + delta[i, side, t, c // g]) y[i - t, c],
-    delta = kernel_projection(read) as [rows, 2, taps, H / g].
+        out[i, c] = sum over t <= i, t < taps of
+            (base[side, t, c] + delta[i, side, t, c // g]) y[i - t, c],
+        delta = kernel_projection(read) as [rows, 2, taps, H / g]
 
-    Args:
-        weights: Tensors under canonical names.
-        config: Config with `conv_group_size` (g).
-        name: `layers.i.attention_conv` or `layers.i.mlp_conv`.
-        rows: y [rows, H], row 0 is the anchor.
-        side: 0 in front of attention or MLP, 1 behind.
-        read: [rows, H], the normed rows in front of attention or MLP, for both sides.
+    `rows` are y [rows, H]. `side` is 0 before attention or MLP, and 1 after it. `read`
+    are the normed rows before attention or MLP, for both sides.
     """
     base = weights[f"{name}.base_kernel"][side]  # [taps, H]
     taps, width = base.shape
@@ -63,19 +57,11 @@ def forward(
 ) -> Array:
     """Return the logits of one block's drafts, [k, V]; -inf for all but the candidates.
 
-    u_s = cap(output_multiplier lm_head h_s), C_s its top K ids; for c in C_s:
-    z_s[c] = u_s[c] + sum_r A[p]_r (P h_s)_r B[c]_r, p = the id drafted before (the
-    anchor in front of slot 1); -inf elsewhere.
+        u_s = cap(output_multiplier lm_head h_s), C_s its top K ids; for c in C_s:
+        z_s[c] = u_s[c] + sum_r A[p]_r (P h_s)_r B[c]_r, p = the id drafted before
 
-    Args:
-        weights: Tensors under their published names.
-        config: config.json of a DFlash2 drafter, z-lab's or speculators'.
-        hidden: For each tapped layer (`block_taps`) its output [n, Ht] at the context
-            positions.
-        embeddings: [V, H] of the target, unscaled.
-        lm_head: [rows >= V, H] of the target; rows past `vocab_size` are cut off.
-        tokens: Committed ids; only the last one, the anchor, is read.
-        chosen: See `dspark.forward`.
+    The arguments are those of `dspark.forward`. `embeddings` are not scaled; rows of
+    `lm_head` past `vocab_size` are cut off.
     """
     tensors = canonical_weights(weights, config)
     cap = option(config, "final_logit_softcapping")

@@ -44,21 +44,19 @@ def forward(
 ) -> Array:
     """Return the logits of one block's drafts, [k, V]; -inf outside the drafter's ids.
 
-    Without a Markov head, and if row 0 drafts nothing, the block is one of DFlash.
+        ctx = rms(fc [h_1 | .. | h_m], hidden_norm); g: the normed rows of the block
+        U_k = cap(lm_head g_k), z_k = U_k + bias(d_{k-1}, g_k), d_0 = anchor
 
-    With ctx = rms(fc [h_1 | .. | h_m], hidden_norm) and g the normed rows of the block
-    (`run_block`): U_k = cap(lm_head g_k), z_k = U_k + bias(d_{k-1}, g_k), d_0 = anchor.
+    Without a Markov head, and if row 0 drafts nothing, the block is one of DFlash.
 
     Args:
         weights: Tensors under their published names, of any packaging.
         config: config.json, or the metadata of a GGUF file.
-        hidden: For each tapped layer (`block_taps`) its output [n, Ht] at the context
-            positions. The anchor's own state is not among them.
-        embeddings: [V, H] of the target; unused when the drafter has its own.
-        lm_head: [V, H] of the target; unused when the drafter has its own.
+        hidden: For each tapped layer (`block_taps`) its output [n, Ht] before the
+            anchor.
+        embeddings, lm_head: [V, H] of the target, for drafters without their own.
         tokens: Committed ids; only the last one, the anchor, is read.
-        chosen: Ids to take at the first drafted positions; the most likely id is taken
-            at later ones.
+        chosen: Ids of the first drafted positions; later ones take the most likely id.
         samples: Whether row 0 drafts; None: `anchor_samples`.
     """
     tensors = canonical_weights(weights, config)

@@ -26,19 +26,16 @@ def forward(
 ) -> Array:
     """Return the logits of `drafts` tokens, one after the other, [k, V].
 
-    Slot i pairs the state at position i with the token at i + 1. Slot n-1 gives d_1;
-    slot n-2+j pairs the output of slot n-3+j (before `norm`, or after it if
+    Slot i pairs the state at position i with the token at i + 1. Slot n-1 gives d_1.
+    Slot n-2+j pairs the output of slot n-3+j (before `norm`, or after it if
     `norm_output`) with d_{j-1} and gives d_j.
 
     Args:
         weights: Tensors under their published names.
-        config: config.json.
-        hidden: For each tapped layer (`eagle_taps`) its output [n, Ht] at positions
-            0..n-1. With `use_aux_hidden_state` false the last hidden state alone.
-        embeddings: [V, H] of the target; unused when the head has its own.
-        lm_head: [V, H] of the target; unused when the head has its own, or is tied.
+        hidden: For each tapped layer (`eagle_taps`) its output [n, Ht]. With
+            `use_aux_hidden_state` false the last hidden state alone.
+        embeddings, lm_head: [V, H] of the target, for heads without their own.
         tokens: The n + 1 committed ids c_0..c_n.
-        drafts: Number of drafted positions.
         chosen: See `dspark.forward`.
     """
     head = EagleHead(

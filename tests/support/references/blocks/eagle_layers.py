@@ -50,13 +50,8 @@ class Latent:
 class EagleHead:
     """A head of the EAGLE-3 family over whole sequences of slots.
 
-    Args:
-        weights: Tensors under their published names.
-        config: config.json.
-        embeddings: [V, H] of the target; unused when the head has its own.
-        lm_head: [V, Ht] of the target; unused when the head has its own, or is tied.
-        absent_norm_before_residual: The value of `norm_before_residual` when the config
-            lacks it.
+    `embeddings` and `lm_head` are the target's, for heads without their own. A config
+    without `norm_before_residual` has the value `absent_norm_before_residual`.
     """
 
     def __init__(
@@ -91,8 +86,8 @@ class EagleHead:
     def fuse(self, taps: Array) -> Array:
         """States of the tapped layers [slots, m Ht] to g [slots, H].
 
-        `fc_norm.j` (or the older aux_norm names) norms each tap, `input_norm` all of
-        them together; both are in front of fc. Without fc, g is the only tap.
+        `fc_norm.j` (or the older aux_norm names) norms each tap, `input_norm` all taps
+        together. Both come before fc. Without fc, g is the only tap.
         """
         weights, eps = self.weights, self.body.eps
         names = [name for name in _OLD_TAP_NORMS if f"{name}.weight" in weights]
@@ -112,19 +107,12 @@ class EagleHead:
         return linear(weights, "fc", taps) if "fc.weight" in weights else taps
 
     def run(self, embedded: Array, fused: Array, positions: Array) -> Array:
-        """All layers, causal in slot order.
+        """All layers, causal in slot order: [slots, H] before the last norm.
 
-        Layer 0: r = g, or rms(g, hidden_norm) if `norm_before_residual`;
+        With e = embedded and g = fused, both [slots, H], layer 0 computes
+        r = g, or rms(g, hidden_norm) if `norm_before_residual`;
         x = r + attention([rms(e, input_layernorm) | rms(g, hidden_norm)]);
         x += mlp(rms(x, post_attention_layernorm)). Later layers are plain, of width H.
-
-        Args:
-            embedded: e [slots, H].
-            fused: g [slots, H].
-            positions: [slots].
-
-        Returns:
-            [slots, H] before the last norm.
         """
         normed = norm(self.weights, "layers.0.hidden_norm", fused, self.body)
         read = norm(self.weights, "layers.0.input_layernorm", embedded, self.body)

@@ -82,15 +82,8 @@ def attend(
 ) -> Array:
     """Attention of rows x [rows, width] to context rows and to each other.
 
-    Args:
-        weights: Tensors under canonical names.
-        layer: `layers.i`.
-        x: Rows that give queries, keys and values.
-        positions: [rows].
-        seen: [rows, context + rows].
-        body: Shapes and rules.
-        context: Rows [context, H] that give keys and values only, and their positions
-            [context].
+    `context` has rows [context, H] that give keys and values only, and their positions.
+    `seen` is [rows, context + rows].
     """
     queried, gate = queries(weights, layer, x, positions, body)
     keys, values = keys_values(weights, layer, x, positions, body)
@@ -114,7 +107,7 @@ def feed_forward(weights: Weights, layer: str, x: Array, body: Body) -> Array:
 
 
 def unchanged(name: str, rows: Array, inner: Callable[[Array], Array]) -> Array:
-    """Nothing is around attention and MLP (DFlash2 has convolutions there)."""
+    """Run attention or the MLP alone; DFlash2 has convolutions around them."""
     return inner(rows)
 
 
@@ -170,23 +163,18 @@ def run_block(
     causal: tuple[bool, ...],
     around: Around = unchanged,
 ) -> Array:
-    """All layers over a block that reads context rows.
+    """All layers over a block that reads context rows: [rows, H] before the last norm.
 
-    Per layer: `a = rms(x, input_layernorm)`; queries, keys and values of the block from
-    a; keys and values of the context from the same rows in every layer, without
-    input_layernorm; `x += Wo attention`; `x += mlp(rms(x, post_attention_layernorm))`.
+    In each layer, a = rms(x, input_layernorm) gives queries, keys and values of the
+    block. Keys and values of the context come from the same rows in every layer,
+    without input_layernorm. Then x += Wo attention; x += mlp(rms(x,
+    post_attention_layernorm)).
 
     Args:
-        weights: Tensors under canonical names.
-        body: Shapes and rules.
         context: [n, H], `rms(fc(taps), hidden_norm)`.
         block: [rows, H], embeddings of the anchor and the masks.
         positions: [n], ascending; the block follows the last position.
-        causal: Per layer, see `causal_layers`.
         around: Called with a name, the normed rows and attention or the MLP.
-
-    Returns:
-        [rows, H] before the last norm.
     """
     block_positions = int(positions[-1]) + 1 + np.arange(len(block))
     x = block

@@ -37,19 +37,10 @@ def forward(
 ) -> Array:
     """Return the logits of `drafts` tokens, [k, V]; no draft depends on another.
 
-    Slots 0..n-1 pair (h_i, c_{i+1}) as in EAGLE-3; drafts - 1 masked slots follow, with
+    Slots 0..n-1 pair (h_i, c_{i+1}) as in EAGLE-3. Then drafts - 1 masked slots have
     the embedding of the mask id and fc(mask_hidden), through the same norms as real
-    taps. Slot n-1 gives d_1, masked slot n-1+j gives d_{1+j}.
-
-    Args:
-        weights: Tensors under their published names; `mask_hidden` has m Ht numbers.
-        config: config.json.
-        hidden: For each tapped layer (`eagle_taps`) its output [n, Ht] at positions
-            0..n-1.
-        embeddings: [V, H] of the target; unused when the head has its own.
-        lm_head: [V, H] of the target; unused when the head has its own, or is tied.
-        tokens: The n + 1 committed ids c_0..c_n.
-        drafts: Number of drafted positions.
+    taps. Slot n-1 gives d_1, masked slot n-1+j gives d_{1+j}. The arguments are those
+    of `eagle3_dialects.forward`.
     """
     head = EagleHead(weights, config, embeddings, lm_head)
     known = len(hidden[0])

@@ -121,13 +121,8 @@ def _gguf_name(name: str) -> str:
 def unpack_nvfp4(packed: Array, scale: Array, scale_2: Array) -> Array:
     """NVFP4 as modelopt writes it: E2M1 pairs, a scale per 16 inputs, one per tensor.
 
-    Args:
-        packed: [out, in/2] uint8, the low nibble first.
-        scale: [out, in/16] bytes of float8 e4m3 (or floats).
-        scale_2: A scalar.
-
-    Returns:
-        [out, in] float64.
+    `packed` is [out, in/2] uint8, the low nibble first. `scale` is [out, in/16], bytes
+    of float8 e4m3 or floats. The result is [out, in].
     """
     nibbles = np.stack([packed & 15, packed >> 4], axis=-1)
     values: Array = E2M1[nibbles.reshape(len(packed), -1)]

@@ -51,18 +51,11 @@ def attention(
     scale: float,
     sinks: Array | None = None,
 ) -> Array:
-    """Softmax attention with grouped key heads.
+    """Softmax attention with grouped key heads: [rows, nh, width].
 
-    Args:
-        queries: [rows, nh, hd].
-        keys: [columns, nkv, hd].
-        values: [columns, nkv, width].
-        seen: [rows, columns], true where a row may see a column.
-        scale: Factor of the scores.
-        sinks: [nh], one more score per head, without a value.
-
-    Returns:
-        [rows, nh, width].
+    Queries are [rows, nh, hd], keys [columns, nkv, hd], values [columns, nkv, width].
+    `seen` [rows, columns] is true where a row may see a column. `sinks` [nh] are one
+    more score per head, without a value.
     """
     group = queries.shape[1] // keys.shape[1]
     keys, values = (np.repeat(side, group, axis=1) for side in (keys, values))

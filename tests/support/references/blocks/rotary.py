@@ -12,17 +12,11 @@ from support.references.blocks.primitives import Array, Config
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """A rotation by position.
+    """A rotation by position."""
 
-    Attributes:
-        frequencies: [pairs], radians per position; 2 * pairs channels are rotated.
-        interleaved: Pairs are channels (2i, 2i+1), not (i, i + pairs).
-        amplitude: Factor of the rotated channels (YaRN).
-    """
-
-    frequencies: Array
-    interleaved: bool = False
-    amplitude: float = 1.0
+    frequencies: Array  # [pairs], radians per position; 2 * pairs channels are rotated
+    interleaved: bool = False  # pairs are channels (2i, 2i+1), not (i, i + pairs)
+    amplitude: float = 1.0  # factor of the rotated channels (YaRN)
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """Rotate x [rows, heads, hd], row i by positions[i]."""
@@ -43,10 +37,9 @@ class Rope:
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and `rope_parameters` as one flat dict.
+    """`rope_theta`, `rope_scaling`, `rope_parameters` as one dict; the last one wins.
 
-    `rope_parameters` takes precedence; if it has an entry per layer type, that of full
-    attention is read.
+    If `rope_parameters` has an entry per layer type, that of full attention is read.
     """
     newer: dict[str, Any] = config.get("rope_parameters") or {}
     newer = newer.get("full_attention", newer)
@@ -61,12 +54,8 @@ def rope_parameters(config: Config) -> dict[str, Any]:
 def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) -> Rope:
     """The rotation that a config describes.
 
-    Args:
-        config: Config with theta and scaling; `mrope_section` is ignored, since the
-            rows of a text have three equal positions.
-        head_dim: Channels of a head.
-        partial: Whether `partial_rotary_factor` is meant for the drafter.
-        interleaved: See `Rope`.
+    `partial` says whether `partial_rotary_factor` counts. `mrope_section` is ignored,
+    since the rows of a text have three equal positions.
     """
     parameters = rope_parameters(config)
     parameters["rope_theta"] = float(parameters.get("rope_theta", 10000.0))

@@ -1,8 +1,7 @@
 """Multi-token-prediction heads: two norms, a projection, a block, a last norm.
 
-Slot i takes the target's state at position i and the token at position i + 1; its
-logits are for the token at i + 2. The families differ in names, in the order of the
-concatenation, in the block, and in the state that they recycle.
+Slot i takes the target's state at position i and the token at position i + 1. Its
+logits are for the token at i + 2.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,70 +21,41 @@ Named = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class MtpRows:
-    """Output of a head's layer for each slot.
+    """Output of a head's layer for each slot."""
 
-    Attributes:
-        logits: [n, V].
-        recycled: [n, H], the state that replaces the target's in the next step, or in
-            the next layer of a chain.
-    """
-
-    logits: Array
-    recycled: Array
+    logits: Array  # [n, V]
+    recycled: Array  # [n, H], the state for the next step, or the next layer of a chain
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of the tensors around one layer's block.
+    """Names of the tensors around one layer's block."""
 
-    Attributes:
-        project: the projection of the concatenation.
-        token_norm: the norm of the token's embedding.
-        state_norm: the norm of the target's state.
-        last_norm: the norm before the logits; None: no norm.
-        head: the layer's own output matrix; None: the target's.
-    """
-
-    project: str
+    project: str  # the projection of the concatenation
     token_norm: str
     state_norm: str
-    last_norm: str | None
-    head: str | None = None
+    last_norm: str | None  # before the logits
+    head: str | None = None  # the layer's own output matrix; None: the target's
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of heads, with a tiny configuration of a target that has one.
+    """A family of heads, with a tiny configuration of a target that has one."""
 
-    Attributes:
-        module: module of the target under mlx_lm.models.
-        config: config.json of the target and its head.
-        names: of each layer's tensors around its block.
-        block: runs one layer's block on [n, H], see `mtp.blocks`; it gets the weights
-            of norms as they are applied.
-        tensors: names and shapes of all tensors but copies; # in a name stands for each
-            number below the first number of the shape.
-        layers: number of the head's layers. Layer k reads the output of layer k - 1 at
-            the same slot.
-        used: number of layers that are used; None: all.
-        hidden_first: whether the state precedes the embedding in the concatenation.
-        plus_one: whether norms are stored as w and applied as 1 + w.
-        state: the state of the target that the head reads.
-        recycles: the state of the head that its next step reads.
-        copies: names of copies of the target's embedding and head in the file.
-    """
-
-    module: str
-    config: Config
-    names: Sequence[Names]
+    module: str  # of the target, in mlx_lm.models
+    config: Config  # config.json of the target and its head
+    names: Sequence[Names]  # by layer
+    # Runs one layer's block on [n, H], with the weights of norms as they are applied.
     block: Callable[["Family", Weights, int, Array], Array]
+    # Names and shapes without copies; # is each number below the first of the shape.
     tensors: Mapping[str, Sequence[int]]
-    layers: int = 1
-    used: int | None = None
-    hidden_first: bool = False
-    plus_one: bool = False
-    state: Literal["after_norm", "before_norm"] = "after_norm"
-    recycles: Literal["after_norm", "before_norm"] = "after_norm"
+    layers: int = 1  # layer k reads the output of layer k - 1 at the same slot
+    used: int | None = None  # number of layers that are used; None: all
+    hidden_first: bool = False  # the state precedes the embedding in the concatenation
+    plus_one: bool = False  # norms are stored as w and applied as 1 + w
+    state: Literal["after_norm", "before_norm"] = "after_norm"  # the target's
+    recycles: Literal["after_norm", "before_norm"] = "after_norm"  # the head's
+    # Names of copies of the target's embedding and head in the file.
     copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
     @property
@@ -108,11 +78,7 @@ def make_tensors(
 ) -> Named:
     """Return the random tensors of a head under their names on disk.
 
-    Args:
-        family: the family.
-        seed: chooses the numbers.
-        embedding: [V, H], the target's, for files with a copy.
-        head: [V, H], the target's output matrix, for files with a copy.
+    `embedding` and `head` are the target's matrices [V, H], for files with copies.
     """
     draws, tensors = Draws(seed), {}
     for name, shape in family.tensors.items():
@@ -153,14 +119,10 @@ def rows(
     """Run one layer of a head over a whole history.
 
     Args:
-        family: the family.
-        tensors: the head's tensors, under their names on disk.
         hidden: [n, H], the target's states, or recycled states.
-        tokens: [n], the token after each state; for layer k of a chain the token k
+        tokens: [n], the token after each state; for layer k of a chain, the token k
             positions later.
-        embedding: [V, H], the target's.
-        head: [V, H], the target's output matrix, for layers without one.
-        layer: number of the layer.
+        embedding, head: the target's matrices [V, H].
     """
     tensors = {
         name: tensor.astype(np.float64) + (family.plus_one and _is_norm(name))

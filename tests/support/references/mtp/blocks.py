@@ -21,29 +21,17 @@ _ROUND = ("enorm", "hnorm", "eh_proj", "shared_head.", "embed_tokens.", "final_l
 
 @dataclass(frozen=True, slots=True)
 class TorchLayer:
-    """A block that transformers has as a decoder layer.
+    """A block that transformers has as a decoder layer."""
 
-    Attributes:
-        prefix: prefix of the names of its classes.
-        block: prefix of the block's tensors on disk.
-        index: index of a layer of the target that is of the head's kind.
-        module: module in transformers.models; None: named as in mlx-lm.
-        changes: values of the configuration under the names of transformers.
-        renames: part of a tensor's name on disk -> part in transformers.
-        rotary: the name of the class that makes the angles, without the prefix.
-        skipped: prefixes of the names of tensors around the block.
-        norms_less_one: whether norms of transformers multiply by 1 + weight.
-    """
-
-    prefix: str
-    block: str
-    index: int
-    module: str | None = None
-    changes: dict[str, Any] = field(default_factory=dict)
-    renames: dict[str, str] = field(default_factory=dict)
-    rotary: str = "RotaryEmbedding"
-    skipped: Sequence[str] = _ROUND
-    norms_less_one: bool = False
+    prefix: str  # of the names of its classes
+    block: str  # prefix of the block's tensors on disk
+    index: int  # of a layer of the target that is of the head's kind
+    module: str | None = None  # in transformers.models; None: named as in mlx-lm
+    changes: dict[str, Any] = field(default_factory=dict)  # of the configuration
+    renames: dict[str, str] = field(default_factory=dict)  # on disk -> transformers
+    rotary: str = "RotaryEmbedding"  # class that makes the angles, without the prefix
+    skipped: Sequence[str] = _ROUND  # prefixes of tensors around the block
+    norms_less_one: bool = False  # norms of transformers multiply by 1 + weight
 
     def __call__(self, family: Family, tensors: Weights, layer: int, x: Array) -> Array:
         """Run the block of a head's first layer on [n, H]."""
@@ -77,7 +65,6 @@ class TorchLayer:
         return out[0] if isinstance(out, tuple) else out
 
     def classes(self, family: Family) -> Any:
-        """Return the module of transformers."""
         name = self.module or family.module
         return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
@@ -113,7 +100,6 @@ class MimoProLayer(TorchLayer):
     """MiMo-V2's layer, with one projection for queries, keys and values."""
 
     def __call__(self, family: Family, tensors: Weights, layer: int, x: Array) -> Array:
-        """Split the projection, and run the layer."""
         name = f"{self.block}self_attn.qkv_proj.weight"
         sizes = [heads * family.config["swa_head_dim"] for heads in (4, 4 + 2)]
         split = {key: value for key, value in tensors.items() if key != name}
@@ -126,7 +112,6 @@ class LongcatLayer(TorchLayer):
     """LongCat's attention and MLP; transformers' decoder layer has two of each."""
 
     def run(self, family: Family, config: Any, tensors: Weights, x: Any) -> Any:
-        """Run attention and an MLP."""
         classes = self.classes(family)
         attention = classes.LongcatFlashMLA(config, 0)
         fill(attention, below(tensors, "self_attn."))
@@ -143,7 +128,6 @@ class NemotronLayer(TorchLayer):
     """Nemotron's two blocks, of kinds that the target has too."""
 
     def run(self, family: Family, config: Any, tensors: Weights, x: Any) -> Any:
-        """Run both blocks in order."""
         for number, index in enumerate((1, 2)):
             block = self.classes(family).NemotronHBlock(config, index)
             layer_tensors = below(tensors, f"{number}.")
@@ -157,16 +141,11 @@ class NemotronLayer(TorchLayer):
 
 @dataclass(frozen=True, slots=True)
 class MlxLayer:
-    """A block that mlx-lm has as a layer; its index follows the target's last layer.
+    """A block that mlx-lm has as a layer; its index follows the target's last layer."""
 
-    Attributes:
-        name: name of the class.
-    """
-
-    name: str
+    name: str  # of the class
 
     def __call__(self, family: Family, tensors: Weights, layer: int, x: Array) -> Array:
-        """Run a layer's block on [n, H]."""
         index = family.config["num_hidden_layers"] + layer
         module = importlib.import_module(f"mlx_lm.models.{family.module}")
         config = {**family.config, "num_hidden_layers": index + 1}

@@ -18,31 +18,17 @@ from support.references.tiny_files import write_folder
 
 @dataclass(frozen=True, slots=True)
 class MtpFolder:
-    """A target in memory, and a folder with its head.
-
-    Attributes:
-        path: the folder.
-        model: the target.
-        tensors: the head's tensors, under their names on disk.
-        embedding: [V, H], the target's.
-        head: [V, H], the target's output matrix.
-    """
+    """A target in memory, and a folder with its head."""
 
     path: Path
     model: nn.Module
-    tensors: Named
-    embedding: NDArray[np.float32]
-    head: NDArray[np.float32]
+    tensors: Named  # of the head, under their names on disk
+    embedding: NDArray[np.float32]  # the target's, [V, H]
+    head: NDArray[np.float32]  # the target's output matrix, [V, H]
 
 
 def write_mtp_folder(path: Path, family: Family, seed: int) -> MtpFolder:
-    """Write a random head of a family, and build a random target.
-
-    Args:
-        path: the folder to make.
-        family: gives names, shapes and configuration.
-        seed: chooses the weights.
-    """
+    """Write a random head of a family, and build a random target."""
     model = build_target(family, seed)
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     trunk = {name: np.array(value) for name, value in parameters}
@@ -60,7 +46,6 @@ def write_mtp_folder(path: Path, family: Family, seed: int) -> MtpFolder:
 
 
 def build_target(family: Family, seed: int) -> nn.Module:
-    """Build the target of a family with random weights."""
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
     mx.random.seed(seed)  # The constructors draw from the global generator.
     config = {**family.config}
