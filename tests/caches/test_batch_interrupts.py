@@ -1,7 +1,6 @@
 """Ctrl-C between any two lines of a round of a batch does not change any row.
 
-As in tests/caches/test_interrupts.py, the interrupt is raised at one line after another
-of mlx-lm's caches and the journals, until a round ends without an interrupt.
+The interrupts are raised as in tests/caches/test_interrupts.py.
 """
 
 from pathlib import Path

@@ -422,6 +422,5 @@ def test_an_exception_while_running_again_leaves_all_rolled_back() -> None:
 
 
 def commit_two(model: nn.Module, speculation: Speculation) -> None:
-    """Feed a block of four tokens and keep two."""
     model(BLOCK, cache=speculation.caches)
     speculation.commit(2)

@@ -1,7 +1,4 @@
-"""Caches in a round with a tree: what its rows see, and the rows that stay.
-
-Rows hold their serial numbers, so a wrong row is noticed.
-"""
+"""Caches in a round with a tree: what its rows see, and the rows that stay."""
 
 import random
 from collections.abc import Callable

@@ -1,10 +1,8 @@
 """A damaged file is refused with one error, or loads as valid caches.
 
-Files of every kind and layout are changed at random, and loaded with and without live
-caches that they should fit. If a file is refused, the error is one of this package. If
-it is accepted, further writes return rows and masks of the size that its kind of cache
-should return (the test counts rows itself, without the loader's checks), and the caches
-can be saved and loaded again.
+Files of every kind and layout are changed at random. Accepted caches must return rows
+and masks of the right size for further writes; the test counts rows itself. Saving and
+loading must leave these caches the same.
 """
 
 import signal

@@ -1,11 +1,8 @@
 """Each row of a batch cache equals a single native cache that saw only its tokens.
 
-Hypothesis draws the rounds. A batch of one to four rows begins with prompts of
-different lengths (merged, padded on the left, or padded on the right). Then come rounds
-that keep a different prefix of each row, rounds that are undone, plain forwards, and
-changes of the rows by `filter` and `extend`. The batch and the single caches have to
-agree in what the next tokens of each row would see, what `extract` returns, and what
-the forwards of rounds saw.
+Hypothesis draws rounds that keep a different prefix of each row, rounds that are
+undone, plain forwards, and rows that leave and join. Views of forwards, views of the
+next tokens and results of `extract` are compared.
 """
 
 from collections.abc import Callable
@@ -58,7 +55,7 @@ def test_rows_of_a_batch_kv_cache_equal_their_twins(
 def test_rows_of_a_ragged_cache_equal_their_twins(
     note_rounds: Callable[[int], None],
 ) -> None:
-    """This holds also if the model has a window that the cache does not know."""
+    """The model may have a window that the cache does not know."""
     kinds = st.builds(
         RaggedKind, step=st.sampled_from([4, 256]), narrow=st.sampled_from([None, 5])
     )
@@ -68,7 +65,6 @@ def test_rows_of_a_ragged_cache_equal_their_twins(
 def test_rows_of_a_ragged_quantized_cache_equal_their_twins(
     note_rounds: Callable[[int], None],
 ) -> None:
-    """Each row equals, bit for bit, a quantized cache that holds this row alone."""
     kinds = st.builds(
         RaggedQuantizedKind,
         step=st.sampled_from([4, 256]),

@@ -1,7 +1,6 @@
 """With `isolated=True` the live caches are never written before the commit.
 
-test_twins.py and test_interrupts.py cover this too; the tests here add whole models,
-and caches that cannot be copied.
+Random rounds are in test_twins.py; here are whole models, and caches without a copy.
 """
 
 import threading

@@ -66,7 +66,7 @@ def test_a_front_trim_of_a_layer_that_is_then_not_written_is_undone() -> None:
 
 
 def test_a_concatenated_cache_that_was_trimmed_is_refused() -> None:
-    """Its trim keeps the rows, so the next write would follow the trimmed rows."""
+    """A trim of this cache keeps the rows, so the next write would follow them."""
     kv, cache = KVCache(), ConcatenateKVCache()
     write(cache, 0, 5)
     cache.trim(2)

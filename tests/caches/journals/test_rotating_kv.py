@@ -35,11 +35,7 @@ def write(cache: Any, position: int, serial: int = 999) -> None:
 
 
 def test_a_row_that_was_undone_is_not_saved_for_later() -> None:
-    """One round fills the ring, goes past its end and is rolled back.
-
-    The next round overwrites and restores the same slots. The block of saved rows then
-    holds no row of the first round.
-    """
+    """A round past the ring's end is rolled back; the next restores its slots."""
     cache = filled(window=3, rows=2)
     with Speculation([cache]) as first:
         for position in (2, 3):
@@ -119,7 +115,7 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
 def test_each_row_of_a_round_sees_what_it_would_see_alone(
     rows: int, window_size: int | None, slack: bool, isolated: bool
 ) -> None:
-    """This holds also if the model's window is larger than the ring, as in plamo3."""
+    """The model's window may be larger than the ring, as in plamo3."""
     alone = filled(window=4, rows=rows)
     cache: Any = copy.deepcopy(alone)
     cache = SlidingKVCache.from_native(cache) if slack else cache
@@ -181,10 +177,7 @@ def visible(cache: Any, rows: Rows) -> list[list[int]]:
 def test_rows_of_a_round_see_what_they_would_see_one_by_one(
     window: int, keep: int
 ) -> None:
-    """This holds also past the window if the first rows are kept (`max_kv_size`).
-
-    mlx-lm's mask would hide the kept rows from all but the first row of a write.
-    """
+    """mlx-lm's mask hides the rows of `keep` from all but the first row of a write."""
     for kept_rows in range(2 * window + 2):
         for width in range(1, window + 3):
             serials = tuple(range(kept_rows, kept_rows + width))

@@ -1,9 +1,7 @@
 """A sliding cache under speculation gives the same view as a native ring.
 
-Its twin is a `RotatingKVCache` that saw only the kept tokens. Rounds are those of
-test_twins.py. During a round, each forward is compared with that of a native copy that
-gets the same writes: every query has to see the same rows, and the sliding cache has to
-return its rows in order.
+Its twin is a `RotatingKVCache` that saw only the kept tokens. In each forward, every
+query must see the same rows as in a native copy that gets the same writes.
 """
 
 from collections.abc import Callable
@@ -44,7 +42,6 @@ class StopError(Exception):
 
 
 def twin(cache: Any) -> Any:
-    """Return an independent copy of a cache of either kind."""
     return detached(cache)
 
 

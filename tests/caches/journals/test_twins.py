@@ -1,9 +1,8 @@
 """A cache after any rounds equals a native twin that saw only the kept tokens.
 
-Hypothesis draws the rounds: one to four forwards of one to six rows, then a commit of
-any prefix, a rollback, an exception, or another ending. What a model sees of the cache
-during a round is compared with what it sees of a native copy. In one of three rounds
-the live caches may not be written before the commit (`isolated=True`).
+Hypothesis draws forwards, then a commit of any prefix, a rollback, an exception, or
+another ending. The views of a round are compared with those of a native copy. One of
+three rounds is isolated: it must not write to live caches before the commit.
 """
 
 from collections.abc import Callable

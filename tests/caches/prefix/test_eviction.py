@@ -1,8 +1,4 @@
-"""Eviction weighs last use against the cost of reading a text again, per kept byte.
-
-A session survives side requests, an unused session is evicted in the end, and the bytes
-stay within the bound.
-"""
+"""Eviction weighs last use against the cost of reading a text again, per kept byte."""
 
 import gc
 from pathlib import Path
@@ -49,7 +45,7 @@ def stored(prefixes: PrefixCache, tokens: list[int]) -> int:
 def test_side_requests_never_evict_a_session_that_costs_more(
     kind: Kind, sides: list[int], spare: int
 ) -> None:
-    """This holds while all side requests together cost less than the session."""
+    """All side requests together cost less than the session."""
     free, _ = bound(1 << 30, kind)
     play(free, SESSION, kind)
     prefixes, _owners = bound(free.nbytes + spare * ROW, kind)

@@ -78,7 +78,7 @@ def test_each_change_of_a_model_has_a_mark_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_equal_model_has_the_same_mark(name: str) -> None:
-    """This holds also if its arrays are views, computed, or in another order."""
+    """Arrays of the equal model are views, computed, and in another order."""
     one, other = Model(), Model()
     for model in (one, other):
         CHANGES[name](model)

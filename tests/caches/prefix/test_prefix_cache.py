@@ -1,7 +1,4 @@
-"""A prefix cache returns the stored rows of the longest reusable prefix.
-
-test_prefix_roles.py has random requests of a target, a draft model and heads.
-"""
+"""A prefix cache returns the stored rows of the longest reusable prefix."""
 
 import gc
 from itertools import pairwise

@@ -1,8 +1,7 @@
 """A node holds the rows of all roles; the tree agrees with a table of stored prefixes.
 
-Hypothesis draws requests over three token ids, which share prefixes of any length, for
-a target, a draft model and heads whose rows depend on one to three later tokens. Each
-of these is a role; a role may be missing from a request, or lack its last tokens.
+A role is a target, a draft model, or a head whose rows depend on one to three later
+tokens. A request may lack a role, and a role may lack the last tokens.
 """
 
 from collections.abc import Iterator

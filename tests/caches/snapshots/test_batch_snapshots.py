@@ -1,8 +1,7 @@
 """A snapshot of a batch keeps its rows, whatever happens to the batch afterwards.
 
-The state machine of test_batch_twins.py runs; between its rounds snapshots are taken
-and restored. Each snapshot has to equal twins that were fed only the tokens of its
-rows, and to continue as the twins do.
+Snapshots are taken and restored between the rounds of test_batch_twins.py. Each must
+equal twins that were fed only the tokens of its rows, and continue as the twins do.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,7 @@
 """A snapshot keeps the content of caches, whatever happens to them afterwards.
 
-Hypothesis draws events of one cache: native writes, rounds of a `Speculation`, trims by
-mlx-lm's method, and returns to an older snapshot. Every snapshot, also after it was cut
-and joined, has to equal a native twin that was fed only the snapshot's tokens, and to
-continue like the twin.
+Hypothesis draws native writes, rounds, trims, and returns to older snapshots. Every
+snapshot, also if cut and joined, must equal a native twin that was fed only its tokens.
 """
 
 import gc
