@@ -29,13 +29,11 @@ KV, RING = AttentionKind(), AttentionKind(window=6)
 
 
 def write(cache: Any, starts: list[int], width: int, serial: int = 1) -> None:
-    """Append `width` tagged positions to every row."""
     serials = tuple(range(serial, serial + width))
     cache.update_and_fetch(*together([Rows(at, serials) for at in starts]))
 
 
 def merged(kind: AttentionKind, lengths: list[int]) -> Any:
-    """Return a batch cache whose rows have these lengths."""
     alone = [kind.single() for _ in lengths]
     for cache, length in zip(alone, lengths, strict=True):
         if length:

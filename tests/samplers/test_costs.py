@@ -25,8 +25,6 @@ def test_a_growing_text_is_moved_seldom() -> None:
 
 
 class Counting(KnownTokens):
-    """Records the number of tokens that are read."""
-
     def __init__(self) -> None:
         super().__init__()
         self.read_counts: list[int] = []

@@ -61,7 +61,6 @@ def commands() -> dict[str, Any]:
 
 
 def panel(parameter: Any) -> str:
-    """Return the group of an option, or "" if it has none."""
     if parameter.name in MODEL:
         return "Model"
     return getattr(parameter, "rich_help_panel", None) or ""

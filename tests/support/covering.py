@@ -60,8 +60,7 @@ def _covering_places(
 ) -> set[tuple[int, ...]]:
     """Return combinations that meet all needs, chosen greedily.
 
-    Each choice meets the most open needs. Of equal choices, the one with the least used
-    values is taken, and then the first.
+    Each choice meets the most open needs; among equals, its values were used the least.
     """
     met_by = {each: _needs(each, pairs) for each in places}
     left = set[Need]().union(*met_by.values())

@@ -53,7 +53,6 @@ class Run:
         self.decoder.next_round([budget], [lambda t: self.cut(t)])
 
     def finish(self) -> list[int]:
-        """Run until `most` tokens are emitted, and return them."""
         while len(self.emitted) < self.most:
             self.next_round()
         return self.emitted
@@ -74,7 +73,6 @@ class Run:
             self.raises_and_changes_nothing(type(error))
 
     def raises_and_changes_nothing(self, error: type[BaseException]) -> None:
-        """Require that the next round raises `error` and leaves the state unchanged."""
         before = self.state()
         with pytest.raises(error):
             self.next_round()

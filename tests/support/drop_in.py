@@ -108,7 +108,6 @@ def assert_same_answer(
 def assert_same_caches(
     expected: list[Any], got: list[Any], *, bitwise: bool, rounding: float = ROUNDING
 ) -> None:
-    """Assert that two lists of caches hold the same rows and states."""
     pairs = zip(leaves(expected), leaves(got), strict=True)
     for (place, theirs), (_, ours) in pairs:
         assert type(theirs).__name__ == type(ours).__name__, place

@@ -1,7 +1,6 @@
 """Runs many quick combinations of parameters in one test.
 
-A parametrized test would cost a few milliseconds for each case. A note on the error
-names the combination that failed.
+A parametrized test would cost a few milliseconds for each case.
 """
 
 import inspect
@@ -14,8 +13,8 @@ from typing import Any
 def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
     """Call a test with every combination of values, until one fails.
 
-    All combinations share the test's fixtures, so the test must not patch anything or
-    write to a folder.
+    All combinations share the test's fixtures. The test must not patch or write
+    anything.
     """
     lists = {name: list(of) for name, of in values.items()}
     assert all(lists.values()), "a parameter without values would test nothing"

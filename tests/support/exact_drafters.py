@@ -46,11 +46,11 @@ Pair = tuple[nn.Module, Any]
 class Found:
     """Comparison of a text with drafts and a text without."""
 
-    tokens: int  # that differ in exact mode
-    logprobs: int  # that differ in a bit in exact mode
+    tokens: int  # number of differing tokens, in exact mode
+    logprobs: int  # number of differing log-probabilities, in exact mode
     control: int  # like `logprobs`, but without exact mode; may be above 0
-    accepted: int  # drafted tokens, in exact mode
-    rejected: int  # drafted tokens, in exact mode
+    accepted: int  # number of drafted tokens, in exact mode
+    rejected: int
 
 
 @contextmanager
@@ -77,13 +77,11 @@ def pushed_towards(text: Sequence[int], right: float, seed: int) -> Iterator[Non
 
 
 def block_on(kind: str, name: str, layers: tuple[int, ...]) -> Pair:
-    """Return a target, and a block drafter with random weights for it."""
     model = build(name)
     return model, load_block(kind, model, layers)
 
 
 def peagle_on(name: str, layers: tuple[int, ...]) -> Pair:
-    """Return a target, and a P-EAGLE head with random weights for it."""
     model = build(name)
     with TemporaryDirectory() as folder:
         written = write_eagle(Path(folder), "qwen3", layers)
@@ -91,7 +89,6 @@ def peagle_on(name: str, layers: tuple[int, ...]) -> Pair:
 
 
 def assistant_on(name: str) -> Pair:
-    """Return a target, and an assistant with random weights for it."""
     made = assistant_checkpoints.make(name)
     return made.target, AssistantDraft(made.target, made.assistant)
 
@@ -162,7 +159,6 @@ def written(
 
 
 def compare_pair(name: str, sampling: Sampling, seed: int = 0) -> Found:
-    """Compare the texts of a pair with those of its target alone."""
     model, draft = PAIRS[name]()
     plain = written(model, None, sampling)
     loose = written(model, None, sampling, exact=False)

@@ -29,8 +29,6 @@ PROMPT = 9
 
 
 class Round(NamedTuple):
-    """Draft of a round."""
-
     drafted: int
     right: int  # drafted tokens before the first wrong one
 

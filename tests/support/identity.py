@@ -56,12 +56,8 @@ def check_identity(
     """Assert that drafts of several kinds do not change texts, greedy and sampled.
 
     Greedy text must equal that of mlx-lm's own loop. Sampled text must equal our plain
-    decoding, since mlx-lm lacks our noise.
-
-    Args:
-        bitwise: whether near-ties are forbidden.
-        passed: whether to pass a `prompt_cache`, which must hold the whole text at the
-            end.
+    decoding, since mlx-lm lacks our noise. With `bitwise`, near-ties are errors. With
+    `passed`, a `prompt_cache` is passed, which must hold the whole text at the end.
     """
     seen = Compared()
     for sampling in samplings:

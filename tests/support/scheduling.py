@@ -36,7 +36,6 @@ cores = (
 
 
 def keep_to_a_core(worker: int) -> None:
-    """Pin this worker to one core; processes that it starts may use all cores."""
     core = {sorted(cores)[worker % len(cores)]}
     start: Any = subprocess.Popen.__init__
 

@@ -55,7 +55,6 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def continued(case: Case, cache: Any, seed: int) -> list[Any]:
-    """Write more rows; return all that the writes return to the model."""
     rng = np.random.default_rng(seed)
     return [case.write(cache, width, rng) for width in (1, 3, 1, 2)]
 
@@ -83,7 +82,6 @@ def test_a_file_of_mlx_lm_continues_as_the_saved_caches(
 
 
 def visible(cache: Any) -> list[Any]:
-    """Return the relevant fields of a cache, as numbers."""
     if isinstance(cache, native.CacheList):
         return [visible(member) for member in cache.caches]
     if isinstance(cache, ArraysCache):

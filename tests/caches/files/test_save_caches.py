@@ -44,7 +44,6 @@ KINDS = [case.name for case in single_cases(np.random.default_rng(0))]
 
 
 def continued(case: Case, cache: Any, seed: int) -> list[Any]:
-    """Write more rows; return all that the writes return to the model."""
     rng = np.random.default_rng(seed)
     widths = [int(width) for width in rng.integers(1, 4, size=4)]
     return [case.write(cache, width, rng) for width in (1, *widths)]

@@ -33,7 +33,6 @@ def prefilled(name: str, dtype: mx.Dtype = SINGLE) -> tuple[nn.Module, list[Any]
 
 
 def cache_contents(caches: list[Any]) -> Any:
-    """Return the content of the caches as numpy arrays and numbers."""
     offsets = [vars(leaf).get("offset") for _, leaf in leaves(caches)]
     return read([states(caches), offsets])
 

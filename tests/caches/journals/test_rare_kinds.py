@@ -49,7 +49,6 @@ def write(cache: Any, position: int, width: int, serial: int = 900) -> None:
 
 
 def positions(cache: ChunkedKVCache) -> list[int]:
-    """Return the positions of the rows that the cache holds."""
     keys, values = cache.keys_and_values()
     np.testing.assert_array_equal(np.array(values[..., :2]), -np.array(keys))
     result: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()

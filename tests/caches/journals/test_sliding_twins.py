@@ -66,8 +66,6 @@ def assert_in_order(keys: mx.array, cache: SlidingKVCache, width: int) -> None:
 
 
 class Beside(Counting):
-    """One sliding cache under speculation, and a native ring."""
-
     ready = False
 
     @initialize(
@@ -167,7 +165,6 @@ class Beside(Counting):
                 forward(self.native, write, self.narrow)
 
     def check(self, probe: int) -> None:
-        """Require that both caches look the same to later forwards."""
         caches = (self.cache, self.cache.to_native(), self.native)
         actual, converted, expected = read([self.content(c, probe) for c in caches])
         assert_same(actual, expected, "the cache and its twin")

@@ -42,7 +42,6 @@ PARTED: list[Text] = [
 
 
 def roles_of(kinds: tuple[Kind, ...], text: Text) -> dict[int, tuple[Kind, int]]:
-    """Return the roles that are in a request."""
     pairs = enumerate(zip(kinds, text[1], strict=False))
     return {
         w: (kind, left_out) for w, (kind, left_out) in pairs if left_out is not None
@@ -50,12 +49,10 @@ def roles_of(kinds: tuple[Kind, ...], text: Text) -> dict[int, tuple[Kind, int]]
 
 
 def beginnings(tokens: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every prefix but the empty one."""
     return (tuple(tokens[:stop]) for stop in range(1, len(tokens) + 1))
 
 
 def check_nodes(prefixes: PrefixCache, kinds: tuple[Kind, ...]) -> None:
-    """Compare the content of each node with its edge."""
     for node in prefixes._tree.nodes():
         assert 0 in node.rows
         assert node.points.keys() <= node.rows.keys()

@@ -37,8 +37,6 @@ class Taken:
 
 
 class Machine(Batch):
-    """The batch, its twins, and the snapshots of it."""
-
     taken: list[Taken]
 
     def begin(self, kind: BatchKind, prompts: list[int], how: str) -> None:

@@ -79,8 +79,6 @@ class Taken:
 
 
 class Machine(RuleBasedStateMachine):
-    """One live cache, the writes that made it, and the snapshots of it."""
-
     kind: Kind
     cuts: bool
 

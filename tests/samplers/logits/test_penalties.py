@@ -26,7 +26,6 @@ def some_rows(draw: st.DrawFn) -> Rows:
 
 
 def texts(rows: Rows) -> list[list[int]]:
-    """Return the tokens before each row, as lists."""
     drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
     whole = [*rows.known, *drafted]
     return [whole[: len(whole) + 1 - back] for back in range(rows.count, 0, -1)]

@@ -54,7 +54,6 @@ def a_chooser(sampling: Sampling, kinds: list[str]) -> tuple[Chooser, list[Any]]
 
 
 def records(processors: list[Any]) -> list[Any]:
-    """Return the state and the calls of the processors that record them."""
     return [(p.state, p.calls) for p in processors if isinstance(p, Recorder)]
 
 

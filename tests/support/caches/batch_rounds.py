@@ -34,7 +34,6 @@ ENDINGS = {  # ending -> whether the kept rows stay
 
 
 def same(actual: Any, expected: Any, what: str) -> None:
-    """Require equality, bit for bit."""
     one, other = read([actual, expected])
     assert_same(one, other, what)
 
@@ -128,7 +127,6 @@ class Batch(Counting):
         return Rows(row.position + after, serials)
 
     def feed(self, row: Row, written: list[Rows], keep: int) -> None:
-        """Feed a twin the first `keep` of the written tokens."""
         for rows in written:
             kept = rows.head(min(max(keep, 0), rows.width))
             keep -= rows.width
@@ -178,7 +176,6 @@ class Batch(Counting):
         self.sound = True
 
     def speculate(self, plan: Plan, keep: list[int]) -> list[list[Rows]]:
-        """Play a round in a speculation; return the tokens written to each row."""
         caches, whole = [self.cache], plan.ending == "whole"
         speculation = Speculation(caches, whole=whole, isolated=plan.isolated)
         kept = Held(caches, values=plan.watch) if plan.isolated else None

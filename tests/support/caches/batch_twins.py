@@ -46,8 +46,6 @@ def together(rows: Sequence[Rows]) -> tuple[mx.array, mx.array]:
 
 
 class BatchKind(Protocol):
-    """One kind of batch cache and its single cache."""
-
     @property
     def any_width(self) -> bool:
         """Return whether a single cache is independent of how writes are grouped."""
@@ -128,7 +126,7 @@ class AttentionKind:
         return together(rows)
 
     def read(self, cache: Any, shown: Any) -> mx.array:
-        """Return shown keys or values as numbers."""
+        """Return shown keys or values, dequantized if need be."""
         result: mx.array = shown
         return result
 
@@ -146,8 +144,6 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True)
 class RaggedKind(AttentionKind):
-    """A `RaggedKVCache`, merged from rows that were fed alone."""
-
     def merge(self, caches: list[Any]) -> Any:
         cache = RaggedKVCache.merge(caches)
         cache.step = self.step
@@ -167,8 +163,6 @@ class RaggedKind(AttentionKind):
 
 @dataclass(frozen=True, slots=True)
 class RaggedQuantizedKind(RaggedKind):
-    """A `RaggedQuantizedKVCache`, merged from rows that were quantized alone."""
-
     bits: int = 8
 
     def single(self) -> Any:

@@ -36,7 +36,6 @@ class Rows:
         return Rows(self.position, self.serials[:count])
 
     def singly(self) -> list["Rows"]:
-        """Return the same rows as writes of one row each."""
         return [Rows(self.position + i, (s,)) for i, s in enumerate(self.serials)]
 
 
@@ -258,8 +257,6 @@ class RingKind:
 
 @dataclass(frozen=True, slots=True)
 class SlidingKind:
-    """A `SlidingKVCache`; its content is the view of the next write."""
-
     window: int
     slack: int
     any_width: bool = True
@@ -285,7 +282,6 @@ class Mixers:
     hidden: int = 64
 
     def __call__(self, x: mx.array, cache: Any) -> list[mx.array]:
-        """Run the mixers on x [1, n, hidden], as their layer does."""
         if self.name == "rwkv7":
             time, channel = self.modules
             y, first = time(x, None, cache)
@@ -298,8 +294,6 @@ class Mixers:
 
 @dataclass(frozen=True, slots=True)
 class ArraysKind:
-    """An `ArraysCache` that real mixers write to."""
-
     mixers: Mixers
     lengths: int | None = None
     padding: int | None = None

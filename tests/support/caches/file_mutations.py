@@ -1,8 +1,8 @@
 """Random damage to files of caches.
 
-Most damaged files are well-formed safetensors. Most of those in our own format have a
+Most damaged files are well-formed safetensors, and most in our own format have a
 correct digest, as an attacker would write it. The checks of the caches must refuse
-them.
+these files.
 """
 
 import json
@@ -94,7 +94,6 @@ def _some(draft: Draft, rng: Random) -> str:
 
 
 def reshape(draft: Draft, rng: Random) -> None:
-    """Change one dimension, and the data with it."""
     name = _some(draft, rng)
     dtype, shape, data = draft.tensors[name]
     shape = [*shape]
@@ -144,7 +143,6 @@ def renumber(draft: Draft, rng: Random) -> None:
 
 
 def rename(draft: Draft, rng: Random) -> None:
-    """Rename a tensor, or swap the names of two tensors."""
     one, two = _some(draft, rng), _some(draft, rng)
     if rng.random() < 0.5:
         draft.tensors[one], draft.tensors[two] = draft.tensors[two], draft.tensors[one]
@@ -158,7 +156,6 @@ def rename(draft: Draft, rng: Random) -> None:
 
 
 def remove(draft: Draft, rng: Random) -> None:
-    """Remove a tensor or an item of the metadata."""
     if rng.random() < 0.6:
         del draft.tensors[_some(draft, rng)]
     else:
@@ -280,7 +277,6 @@ def _splice(draft: Draft, other: Draft, rng: Random) -> None:
 
 
 def _header_damage(header: dict[str, Any], text: str, rng: Random) -> str:
-    """Make shapes, offsets and data inconsistent, or break the JSON."""
     names = [name for name in header if name != "__metadata__"]
     if not names or rng.random() < 0.3:
         at = int(rng.integers(len(text)))

@@ -38,7 +38,6 @@ class Kind:
         return [KVCache(), *([RotatingKVCache(max_size=3)] if self.stateful else [])]
 
     def feed(self, caches: list[Any], tokens: Sequence[int], start: int) -> None:
-        """Write the rows of the tokens, from row `start` on."""
         for stop in range(start + 1, len(tokens) - self.lag + 1):
             digest = hash((*tokens[: stop + self.lag], self.lag)) % 99991
             rows = mx.array([[[[float(stop), float(digest)]]]])
@@ -92,8 +91,8 @@ def request(
     """Play a request; return reused tokens and restore points of each role.
 
     `roles` has the kind of each role, and how many last tokens its caches lack. The
-    last token is not known when the request begins. Restore points stay if the memory
-    allows.
+    request begins without its last token. A lack of memory may remove restore points
+    later.
     """
     left: list[Left] = []
     running: list[Any] = []

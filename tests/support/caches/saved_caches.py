@@ -30,7 +30,6 @@ Random = np.random.Generator
 
 
 def bits(array: mx.array) -> Any:
-    """Return the bits of an array, with its shape and dtype."""
     flat = mx.contiguous(array).reshape(-1).view(UNSIGNED[array.dtype.size])
     return np.array(flat).tobytes(), tuple(array.shape), str(array.dtype)
 
@@ -157,7 +156,6 @@ def _layer(dtype: mx.Dtype, window: int, ratio: int) -> Case:
 
 
 def members(*cases: Case) -> Case:
-    """Return the case of a `CacheList` with these members."""
     return Case(
         "CacheList",
         lambda: CacheList(*(case.make() for case in cases)),
@@ -186,7 +184,6 @@ def single_cases(rng: Random) -> list[Case]:
 
 
 def batch_cases(rng: Random, padding: list[int]) -> list[Case]:
-    """Return the cases of batch caches, whose rows have their own padding."""
     dtype = DTYPES[rng.integers(3)]
     return [
         _batch(dtype, padding),
@@ -211,7 +208,6 @@ def filled(case: Case, widths: list[int], rng: Random) -> Any:
 
 
 def fields(cache: Any) -> Iterator[Any]:
-    """Yield the name and the value of every field of a cache, with arrays as bits."""
     for name, value in sorted(vars(cache).items()):
         yield name
         if name == "caches":
@@ -221,5 +217,4 @@ def fields(cache: Any) -> Iterator[Any]:
 
 
 def content(caches: list[Any]) -> list[Any]:
-    """Return all fields of a list of caches, to compare them before and after."""
     return [list(fields(cache)) for cache in caches]

@@ -57,7 +57,6 @@ class Twins(Counting):
     sound = False
 
     def layers(self) -> list[Any]:
-        """Return the caches in the form that a model gets."""
         return self.cache if isinstance(self.cache, list) else [self.cache]
 
     def begin(self, kind: Kind, prefill: list[int]) -> None:
@@ -78,7 +77,6 @@ class Twins(Counting):
         )
 
     def keep(self, written: list[Rows], keep: int, singly: bool = False) -> None:
-        """Feed the twin the first `keep` of the written rows."""
         for rows in written:
             rows = rows.head(min(keep, rows.width))
             keep -= rows.width
@@ -111,7 +109,6 @@ class Twins(Counting):
         self.sound = True
 
     def speculate(self, plan: Plan, keep: int) -> list[Rows]:
-        """Play a round in a speculation; return the written rows."""
         views: list[tuple[Any, Any]] = []
         caches = list(self.layers())
         whole = plan.ending == "whole"
@@ -155,7 +152,6 @@ class Twins(Counting):
 
 @contextmanager
 def ending(plan: Plan) -> Iterator[None]:
-    """Expect the exception that the plan raises inside the round."""
     if plan.ending != "raise":
         yield
         return

@@ -84,8 +84,8 @@ class KnowingMtp:
 
     A slot pairs a state with the next token. In committed text the state is the
     target's, in a draft it is the head's state of the slot before. When a chain begins,
-    a row's cache must hold the positions and tokens of its text in order. `wrong` says
-    at which positions the prediction is wrong.
+    a row's cache must hold the text in order. `wrong` says where the prediction is
+    wrong.
     """
 
     known: KnownTexts
@@ -196,14 +196,11 @@ def _cached_rows(cache: Any) -> list[list[list[int]]]:
 
 
 class HeadBench(Bench):
-    """A target, its texts, and heads on it."""
-
     def generator(self, kind: str, **options: Any) -> SpeculativeGenerator:
         """Return a generator with a draft of a kind; `batches.Bench` has further kinds.
 
         "mtp" and "eagle" know the texts. "sliding" is "mtp" with a window; "reduced" is
-        "mtp" that drafts from even ids; "random" is an EAGLE-3 head with random
-        weights.
+        "mtp" that drafts even ids; "random" is an EAGLE-3 head with random weights.
         """
         if kind not in (*KNOWING, "random"):
             return Bench.generator(self, kind, **options)
@@ -285,7 +282,6 @@ def head_bench(name: str) -> HeadBench:
 
 
 def eagle_on(model: Any, dialect: str = "specforge") -> EagleDraft:
-    """Return an EAGLE-3 head with random weights for a model."""
     count = len(model.layers)
     layers = (0, 1, 3) if count > 3 else tuple(range(count))
     with TemporaryDirectory() as folder:
@@ -329,7 +325,6 @@ def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
 
 
 def drafts_alone(generator: SpeculativeGenerator, case: Case) -> Any:
-    """Return the result and the drafts of a row that runs alone."""
     drafted: list[list[int]] = []
     plain = MtpDrafter.propose
 

@@ -97,8 +97,6 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Request of one row."""
-
     prompt: int
     sampling: Sampling
     max_tokens: int

@@ -33,7 +33,6 @@ def context_of(drafter: Any, tokens: list[int]) -> mx.array:
 
 
 def drafted(drafter: Any, tokens: list[int], count: int) -> Greedy:
-    """Return the choices of a drafter that drafts after `tokens`."""
     choose, newest = Greedy(), mx.array([tokens[-1:]])
     context = context_of(drafter, tokens)
     drafter.draft(context, newest, drafter.head.new_caches(), count, choose)

@@ -1,7 +1,4 @@
-"""Drafts of each kind of drafter, computed from the committed tokens alone.
-
-These twins of the drafters keep no state between rounds.
-"""
+"""Drafts of each kind of drafter, computed from the committed tokens alone."""
 
 from collections.abc import Callable
 from typing import Any

@@ -57,8 +57,6 @@ DIM, VOCAB, WINDOW = 64, 256, 16
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A target, and an assistant for it with random weights."""
-
     target: nn.Module
     assistant: Assistant
     config: dict[str, Any]
@@ -128,7 +126,6 @@ def make(name: str, head: str = "dense") -> Made:
 
 
 def build(config: dict[str, Any]) -> Assistant:
-    """Return the random assistant that a config.json describes."""
     assistant: Any = Assistant(read_assistant_settings(config))
     mx.random.seed(5)
     randomise(assistant, embedding=0.5)

@@ -62,8 +62,6 @@ PACKAGINGS = {name: _packaging(row) for name, row in read_rows(__file__).items()
 
 
 class Draws:
-    """Random tensors."""
-
     def __init__(self) -> None:
         self._rng = np.random.default_rng(1)
 
@@ -73,7 +71,6 @@ class Draws:
         return mx.array(values.astype(np.float32))
 
     def vector(self, size: int, mean: float = 1.0) -> mx.array:
-        """Return numbers around a mean."""
         values = mean + 0.3 * self._rng.standard_normal(size)
         return mx.array(values.astype(np.float32))
 

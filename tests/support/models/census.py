@@ -127,7 +127,6 @@ def structure(module: str) -> nn.Module:
 
 
 def build_from(module: str, arguments: dict[str, Any], *, seed: int = 0) -> nn.Module:
-    """Build a module's model from the common arguments and further ones."""
     args = _arguments(module, arguments)
     mx.random.seed(seed)  # The constructors draw from the global generator.
     model = _made(module, args)
@@ -174,7 +173,6 @@ def _randomise_two_bits(layer: Any) -> None:
 
 
 def cache_kinds(model: nn.Module) -> str:
-    """Return the number of caches of each kind."""
     counts = Counter(_kind(cache) for cache in make_prompt_cache(model))
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 

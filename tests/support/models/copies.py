@@ -10,7 +10,6 @@ from mlx_speculation.models.instance_hooks import plain_class
 
 
 def hooked(model: nn.Module) -> list[str]:
-    """Return the paths of the modules that have hooks."""
     return [p for p, m in model.named_modules() if type(m) is not plain_class(m)]
 
 

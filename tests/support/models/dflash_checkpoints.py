@@ -50,7 +50,6 @@ def config_of(variant: str, layers: tuple[int, ...]) -> dict[str, Any]:
 
 
 def tensors_of(variant: str, features: int) -> dict[str, mx.array]:
-    """Return random tensors of a drafter, under the names of files."""
     rng = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> mx.array:
@@ -94,7 +93,6 @@ def tensors_of(variant: str, features: int) -> dict[str, mx.array]:
 def write_dflash(
     folder: Path, variant: str, layers: tuple[int, ...] = (0, 1, 3), **keys: Any
 ) -> Path:
-    """Write a drafter with further keys in its config.json, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps(config_of(variant, layers) | keys)
     (folder / "config.json").write_text(config, encoding="utf-8")

@@ -105,7 +105,6 @@ def config_of(dialect: Dialect, layers: tuple[int, ...]) -> dict[str, Any]:
 
 
 def tensors_of(dialect: Dialect, features: int) -> dict[str, mx.array]:
-    """Return random tensors of a head, under the names of files."""
     rng = np.random.default_rng(0)
 
     def matrix(*shape: int) -> mx.array:
@@ -225,7 +224,6 @@ def _latent(attention: str, matrix: Any, vector: Any) -> dict[str, mx.array]:
 def write_eagle(
     folder: Path, name: str | Dialect, layers: tuple[int, ...] = (0, 1, 3)
 ) -> Path:
-    """Write a head of a dialect, and return its folder."""
     dialect = EVERY[name] if isinstance(name, str) else name
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps(config_of(dialect, layers))

@@ -37,18 +37,19 @@ Weights = dict[str, mx.array]
 class Layout:
     """Layout of a family's checkpoints.
 
-    In names, {k} is a layer of the head from 0, {n} is {k} plus the number of the
-    target's layers, and {b} is a block.
+    `names` and `block_names` map our names of parts to names in files: {k} is a layer
+    of the head from 0, {n} is {k} plus the number of the target's layers, {b} is a
+    block. `copies` maps names in files to the tensors of the target that they copy.
     """
 
-    module: str  # of the target, in mlx_lm.models
-    names: Mapping[str, str]  # part of the head -> name in files
-    config: Mapping[str, Any] = field(default_factory=dict)  # further keys
-    layers: int = 1  # of the head
-    copies: Mapping[str, str] = field(default_factory=dict)  # name -> target's name
+    module: str  # the target's module in mlx_lm.models
+    names: Mapping[str, str]
+    config: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json
+    layers: int = 1  # number of the head's layers
+    copies: Mapping[str, str] = field(default_factory=dict)
     plus_one: bool = False  # norms are stored minus one
     fused: bool = False  # experts are stored in one tensor
-    block_names: Mapping[str, str] = field(default_factory=dict)  # ours -> in files
+    block_names: Mapping[str, str] = field(default_factory=dict)
 
 
 LAYOUTS = {name: Layout(**row) for name, row in read_rows(__file__).items()}
@@ -74,7 +75,6 @@ class Checkpoint:
 
 
 def config_of(module: str) -> dict[str, Any]:
-    """Return the config.json of a census model."""
     row = census.BUILT[module]
     if row.tiny is not None:
         args = dict(tiny_models.TINY_MODELS[row.tiny].args)
@@ -90,7 +90,6 @@ def config_of(module: str) -> dict[str, Any]:
 
 
 def make(name: str, *, seed: int = 0) -> tuple[dict[str, Any], nn.Module, MtpHead]:
-    """Return the configuration, the target and the head of a layout."""
     layout = LAYOUTS[name]
     config = config_of(layout.module)
     if "text_config" in config:
@@ -264,7 +263,6 @@ def write_folder(
 def write_tiny(
     folder: Path, name: str = "llama", layers: int | None = None
 ) -> nn.Module:
-    """Write a tiny model without a head, and return it."""
     model = tiny_models.build(name, layers=layers)
     args = tiny_models.TINY_MODELS[name].args
     args = args if layers is None else {**args, "num_hidden_layers": layers}

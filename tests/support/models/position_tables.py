@@ -12,8 +12,6 @@ _BEHIND = 64  # rows of NaN
 
 
 class _Noting(nn.Embedding):
-    """Records the positions that are looked up."""
-
     def __call__(self, x: mx.array) -> mx.array:
         self.noted.append(x)
         rows: mx.array = self.weight[x]
@@ -23,8 +21,7 @@ class _Noting(nn.Embedding):
 def with_table(module: str, positions: int, *, seed: int = 0) -> nn.Module:
     """Build a model with this number of learned positions.
 
-    mlx looks up rows without a check of bounds, so it reads a row past the table as
-    NaN.
+    mlx looks up rows without a check of bounds: a row past the table is read as NaN.
     """
     args: Any = BUILT[module].args
     model = build_from(module, {**args, "n_positions": positions}, seed=seed)

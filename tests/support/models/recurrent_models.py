@@ -31,7 +31,6 @@ def recurrent(caches: list[Any]) -> list[Any]:
 
 
 def recurrent_caches(model: nn.Module) -> list[ArraysCache]:
-    """Return new caches of the recurrent layers of a model."""
     return recurrent(make_prompt_cache(model))
 
 

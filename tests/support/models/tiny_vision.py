@@ -48,13 +48,11 @@ _DRAWN = {
 
 
 def grid(names: Iterable[str] = FAMILIES) -> list[Any]:
-    """Return names as parameters of a test; those of `OTHERS` are slow."""
     slow = pytest.mark.slow
     return [pytest.param(n, marks=slow) if n in OTHERS else n for n in names]
 
 
 def tiny(name: str, seed: int = 0, **text_config: Any) -> VisionTarget:
-    """Return a model of a family with random weights, the same for the same seed."""
     return VisionTarget(build(name, TINY[name], seed, **text_config))
 
 
@@ -119,8 +117,7 @@ def prompt_with(
 ) -> ImagePrompt:
     """Return a prompt of a text with images in the place of its braces.
 
-    `sizes` has the rows and columns of each image's patches, if images are cut into
-    patches.
+    `sizes` are rows and columns of patches, for images that are cut into patches.
     """
     family, parts = TINY[name], text.split("{}")
     ids: list[int] = list(parts[0].encode())

@@ -28,7 +28,6 @@ TEMPLATE = (
 
 
 def vision_folder(folder: Path, name: str = "qwen3_vl", **text_config: Any) -> Path:
-    """Write a model of a family, and the files of its processor."""
     folder.mkdir(parents=True, exist_ok=True)
     target, files = tiny(name, **text_config), PROCESSORS[name]
     config: dict[str, Any] = {"model_type": name, **copy.deepcopy(FAMILIES[name])}
@@ -66,7 +65,6 @@ def write(path: Path, value: Any) -> None:
 def picture(
     width: int = 24, height: int = 16, seed: int = 0, kind: str = "PNG"
 ) -> bytes:
-    """Return a file with an image of random pixels."""
     from PIL import Image
 
     shape = (height, width, 3)

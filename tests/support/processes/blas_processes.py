@@ -60,6 +60,5 @@ def run_python(code: str, *options: str, **environment: str | None) -> list[str]
 
 
 def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment of this process with some variables set or removed."""
     both = {**os.environ, **changes}
     return {name: value for name, value in both.items() if value is not None}

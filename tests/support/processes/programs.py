@@ -18,7 +18,6 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def script(file: Path, *arguments: str) -> list[str]:
-    """Return the command that runs a program in a file."""
     begin = "import runpy; del sys.argv[0]; "
     return python(
         f"{begin}runpy.run_path(sys.argv[0], run_name='__main__')",

@@ -314,7 +314,6 @@ def _closed(made: Any, text: list[int]) -> dict[str, Any]:
 
 
 def _dropped(made: Any) -> int:
-    """Drop a stream in the middle, on all ranks."""
     for count, _ in enumerate(made.stream(prompt_of(PROMPT), max_tokens=TOKENS)):
         if count == 4:
             break
@@ -370,7 +369,6 @@ class Failing:
 
 
 def mtp() -> list[dict[str, Any]]:
-    """Draft with the trained head of the hybrid demo model."""
     folder = demo_models()["hybrid"]
     made = SpeculativeGenerator.from_pretrained(folder, draft="mtp", group=group)
     prompt = "def add(a, b):\n    return"

@@ -127,7 +127,6 @@ class Streams:
         return tokens
 
     def first_dropped(self) -> list[int]:
-        """Drop the older stream in the middle of the younger one."""
         two = self._stream(TWO)
         next(two)
         one = self._stream(ONE)

@@ -30,8 +30,6 @@ PROGRAM = "from support.processes.reader import serve; serve()"
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Output and exit status of a command."""
-
     out: str
     err: str
     status: int = 0
@@ -55,7 +53,6 @@ class Reader:
         return self._ask({"command": words, "folder": str(folder), "text": text})
 
     def test(self, name: str) -> Said:
-        """Run a test, named as pytest names it."""
         return self._ask({"test": name, "folder": str(ROOT)})
 
     def close(self) -> None:

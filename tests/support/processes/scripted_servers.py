@@ -133,5 +133,4 @@ def scripted(
 
 
 def call(name: str, arguments: str) -> str:
-    """Return the text of a tool call, as the model writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'

@@ -20,8 +20,6 @@ END_OF_TEXT = 0
 
 @dataclass(slots=True)
 class ServerProcess:
-    """A running server."""
-
     popen: "subprocess.Popen[str]"
     url: str  # without a path
 

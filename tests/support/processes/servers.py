@@ -103,8 +103,6 @@ class Listening(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Response over a socket."""
-
     status: int  # 0: no response
     headers: dict[str, str]  # names in lower case
     body: bytes

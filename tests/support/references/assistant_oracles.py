@@ -20,8 +20,7 @@ class OracleStep:
 
     Every call is checked. The first call of a round gets the target's state before the
     newest token; later calls get the oracle's state. Each call reads the target's keys
-    and values of all positions before the newest token, or of the last ones in a
-    window.
+    and values of all positions before the newest token, or of its last window.
 
     Args:
         wrong: returns whether the token at a position is predicted wrong.

@@ -28,7 +28,6 @@ def target(layers: int = 8) -> nn.Module:
 
 @cache
 def tables(layers: int = 8) -> dict[str, Any]:
-    """Return the target's embedding and output matrix, for the reference."""
     model: Any = target(layers)
     embedding = np.array(model.model.embed_tokens.weight, np.float64)
     tied = "lm_head" not in model

@@ -15,7 +15,6 @@ torch.set_num_threads(1)
 
 
 def below(tensors: Weights, prefix: str) -> dict[str, NDArray[Any]]:
-    """Return the tensors under a prefix, by their names without the prefix."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()

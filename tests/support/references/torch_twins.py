@@ -1,8 +1,7 @@
 """The same weights in transformers' classes, under torch: float32, on the CPU.
 
-transformers cannot read the bundled models' quantized weights in mlx-lm's layout. So
-the weights come from the loaded mlx-lm model. Both must give equal logits at all
-positions.
+transformers cannot read the bundled models, which are quantized in mlx-lm's layout. So
+the weights come from the loaded mlx-lm model. Both must give equal logits.
 """
 
 import json
@@ -30,14 +29,12 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A model in transformers' class."""
-
     model: Any
-    difference: float  # the largest of a logit from mlx-lm's
+    difference: float  # largest difference of a logit from mlx-lm's
 
 
 def load_twin(folder: Path, text: list[int]) -> Twin:
-    """Load a model of mlx-lm's layout in transformers' class; raise if they differ."""
+    """Load a bundled model in transformers' class; raise `UnlikeError` if it fails."""
     original = _in_float32(folder)
     settings = json.loads((folder / "config.json").read_text("utf-8"))
     text_settings = settings.get("text_config", settings)

@@ -47,9 +47,9 @@ def block_accepted(
 ) -> mx.array:
     """Return how many tokens block verification accepts in a round, on average: [...].
 
-    It is the sum of p_1 to p_k along the drafted tokens [..., k]. Only its mean over
-    rounds is the mean accepted count. Without `draft_probs`, the tokens were chosen
-    without chance.
+    It is the sum of p_1 to p_k along the drafted tokens [..., k]; only its mean over
+    rounds is the mean accepted count. Without `draft_probs`, tokens were chosen without
+    chance.
     """
     draft = draft_distributions(target_probs, draft_probs, drafted)
     return BLOCK.odds(target_probs, draft, drafted).shares[..., 1:].sum(axis=-1)

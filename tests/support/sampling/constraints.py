@@ -28,7 +28,6 @@ def at(constraint: Constraint, tokens: Sequence[int]) -> ConstraintState:
 
 
 def ids(state: ConstraintState) -> list[int]:
-    """Return the ids that may come next."""
     return [int(token) for token in np.flatnonzero(state.allowed())]
 
 

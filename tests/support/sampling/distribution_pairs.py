@@ -84,7 +84,6 @@ def _narrow_draft(draws: Draws, shape: tuple[int, ...]) -> Pair:
 
 
 def _mixed(draws: Draws, shape: tuple[int, ...]) -> Pair:
-    """Choose a kind for each prefix."""
     pairs = [kind(draws, shape) for kind in KINDS.values() if kind is not _mixed]
     picked = draws.integers(len(pairs), size=shape[:-1])[..., None]
     target = np.select([picked == i for i in range(len(pairs))], [p for p, _ in pairs])

@@ -34,7 +34,6 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
 
 
 def arrays(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
-    """Return a strategy of array schemas with at most 3 items."""
     sizes = st.tuples(st.integers(0, 2), st.integers(0, 1))
     return st.tuples(inner, sizes).map(
         lambda t: {

@@ -45,12 +45,10 @@ def _indexed_of_each(ids: mx.array) -> dict[str, mx.array]:
 
 
 def _name_patches(vlm: Any) -> None:
-    """Set the id of a patch's placeholder to the image token of the tests."""
     vlm.config.image_patch_token_id = IMAGE
 
 
 def _masked(ids: mx.array) -> dict[str, mx.array]:
-    """Return a mask that is True at the ids of slots."""
     return {"images_seq_mask": ids == IMAGE}
 
 

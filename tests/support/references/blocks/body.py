@@ -11,9 +11,9 @@ from support.references.blocks.rotary import Rope, rope_of
 class Body:
     """Shapes and rules of the decoder layers."""
 
-    layers: int  # counted in the tensors
-    heads: int  # of queries (nh)
-    kv_heads: int  # nkv
+    layers: int  # number of layers, counted in the tensors
+    heads: int  # number of query heads (nh)
+    kv_heads: int  # number of key heads (nkv)
     head_dim: int  # channels of a head (hd)
     eps: float  # of every RMSNorm
     scale: float  # of attention scores: hd^-0.5, and 1 for Gemma 4
@@ -117,10 +117,9 @@ def causal_layers(
     """Return for each layer whether attention within the block is causal.
 
     In a file of speculators, full layers are never causal, and sliding layers are
-    causal unless `sliding_window_non_causal` is true (default: `non_causal_default`).
+    causal unless `sliding_window_non_causal` (default: `non_causal_default`) is true.
     In other files, `dflash_query_causal` makes all layers causal. Otherwise `is_causal`
-    or `dflash_config.causal` decides; without these keys, only sliding layers are
-    causal.
+    or `dflash_config.causal` decides; without these, only sliding layers are causal.
     """
     sliding = tuple(window is not None for window in body.windows)
     if is_speculators(config):

@@ -167,7 +167,7 @@ def run_block(
 
     In each layer, a = rms(x, input_layernorm) gives queries, keys and values of the
     block. Keys and values of the context come from the same rows in every layer,
-    without input_layernorm. Then x += Wo attention; x += mlp(rms(x,
+    without that norm. Then x += Wo attention; x += mlp(rms(x,
     post_attention_layernorm)).
 
     Args:

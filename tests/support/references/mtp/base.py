@@ -42,7 +42,7 @@ class Names:
 class Family:
     """A family of heads, with a tiny configuration of a target that has one."""
 
-    module: str  # of the target, in mlx_lm.models
+    module: str  # the target's module in mlx_lm.models
     config: Config  # config.json of the target and its head
     names: Sequence[Names]  # by layer
     # Runs one layer's block on [n, H], with the weights of norms as they are applied.

@@ -23,9 +23,9 @@ _ROUND = ("enorm", "hnorm", "eh_proj", "shared_head.", "embed_tokens.", "final_l
 class TorchLayer:
     """A block that transformers has as a decoder layer."""
 
-    prefix: str  # of the names of its classes
+    prefix: str  # prefix of the names of its classes
     block: str  # prefix of the block's tensors on disk
-    index: int  # of a layer of the target that is of the head's kind
+    index: int  # a target's layer of the head's kind
     module: str | None = None  # in transformers.models; None: named as in mlx-lm
     changes: dict[str, Any] = field(default_factory=dict)  # of the configuration
     renames: dict[str, str] = field(default_factory=dict)  # on disk -> transformers
@@ -34,7 +34,6 @@ class TorchLayer:
     norms_less_one: bool = False  # norms of transformers multiply by 1 + weight
 
     def __call__(self, family: Family, tensors: Weights, layer: int, x: Array) -> Array:
-        """Run the block of a head's first layer on [n, H]."""
         assert not layer
         below_block = below(tensors, self.block)
         for old, new in self.renames.items():
@@ -143,7 +142,7 @@ class NemotronLayer(TorchLayer):
 class MlxLayer:
     """A block that mlx-lm has as a layer; its index follows the target's last layer."""
 
-    name: str  # of the class
+    name: str  # name of the class
 
     def __call__(self, family: Family, tensors: Weights, layer: int, x: Array) -> Array:
         index = family.config["num_hidden_layers"] + layer

@@ -28,7 +28,6 @@ class MtpFolder:
 
 
 def write_mtp_folder(path: Path, family: Family, seed: int) -> MtpFolder:
-    """Write a random head of a family, and build a random target."""
     model = build_target(family, seed)
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     trunk = {name: np.array(value) for name, value in parameters}
