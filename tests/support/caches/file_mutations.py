@@ -1,8 +1,7 @@
 """Random damage to files of caches.
 
 Most damaged files are well-formed safetensors, and most in our own format have a
-correct digest, as an attacker would write it. The checks of the caches must refuse
-these files.
+correct digest, as an attacker would write it. The caches' own checks must find it.
 """
 
 import json

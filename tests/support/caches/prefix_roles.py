@@ -91,8 +91,7 @@ def request(
     """Play a request; return reused tokens and restore points of each role.
 
     `roles` has the kind of each role, and how many last tokens its caches lack. The
-    request begins without its last token. A lack of memory may remove restore points
-    later.
+    request begins without its last token. Restore points may not fit into memory.
     """
     left: list[Left] = []
     running: list[Any] = []

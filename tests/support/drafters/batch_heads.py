@@ -84,8 +84,7 @@ class KnowingMtp:
 
     A slot pairs a state with the next token. In committed text the state is the
     target's, in a draft it is the head's state of the slot before. When a chain begins,
-    a row's cache must hold the text in order. `wrong` says where the prediction is
-    wrong.
+    a row's cache must hold its text in order. `wrong` says where it predicts wrong.
     """
 
     known: KnownTexts

@@ -9,12 +9,9 @@ from mlx_speculation.engine.prompt import Sequence
 
 
 class ScriptedDrafter:
-    """Proposes the tokens of a known text, some of them changed.
+    """Proposes the tokens of a known text, of which the share `right` is unchanged.
 
-    Args:
-        text: prompt and continuation, as token ids.
-        right: the share of proposed tokens that are not changed.
-        ragged: propose from `least` to `limit` tokens instead of always `limit`.
+    If `ragged`, it proposes from `least` to `limit` tokens; otherwise always `limit`.
     """
 
     def __init__(
@@ -61,8 +58,7 @@ class ScriptedDrafter:
 class TurningDrafter(ScriptedDrafter):
     """Proposes drafts of every kind, so that one text has every outcome of a round.
 
-    A draft is right, right in its first tokens, wrong from its first token on, one
-    token long, or empty.
+    A draft is right, right at first, wrong from its first token, one token, or empty.
     """
 
     def __init__(self, text: list[int], vocab: int = 256, seed: int = 0) -> None:

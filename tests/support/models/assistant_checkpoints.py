@@ -120,7 +120,6 @@ def config_of(name: str, head: str = "dense", **text: Any) -> dict[str, Any]:
 
 @cache
 def make(name: str, head: str = "dense") -> Made:
-    """Return a target and its random assistant; the same for the same names."""
     config = config_of(name, head)
     return Made(target_of(name), build(config), config)
 

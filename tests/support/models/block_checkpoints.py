@@ -35,7 +35,7 @@ class Packaging:
     """Layout of a publisher's files."""
 
     kind: str  # "dflash", "dflash2" or "dspark"
-    config: Callable[[tuple[int, ...]], Config]  # makes it from the tapped layers
+    config: Callable[[tuple[int, ...]], Config]  # made from layer ids
     parts: tuple[str, ...] = ()  # beside the backbone, see `parts_of`
     depth: int = BLOCK  # largest number of drafted tokens
     write: str = "safetensors"  # or "nvfp4" (packed) or "gguf"
@@ -159,10 +159,7 @@ def _gemma_layer(draws: Draws, layer: str) -> Tensors:
 def altered(
     name: str, *parts: str, inner: Config | None = None, **keys: Any
 ) -> Packaging:
-    """Return a packaging with other parts, or with other keys in its config.json.
-
-    The keys `inner` go into `dflash_config`, if the packaging has it.
-    """
+    """Return a packaging with other parts or keys; `inner`: keys of `dflash_config`."""
     old = PACKAGINGS[name]
 
     def config(layers: tuple[int, ...]) -> Config:

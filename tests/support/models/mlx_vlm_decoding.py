@@ -6,7 +6,6 @@ from mlx_speculation.models.vision import ImagePrompt, VisionTarget
 
 
 def their_text(target: VisionTarget, prompt: ImagePrompt, tokens: int) -> list[int]:
-    """Decode greedily with mlx-vlm's own loop."""
     from mlx_vlm.generate.ar import generate_step
 
     inputs = dict(prompt.inputs)

@@ -159,7 +159,6 @@ def head_tensors(
 
 
 def trunk_tensors(layout: Layout, target: nn.Module) -> Weights:
-    """Return the target's tensors in the form of the original files."""
     tensors = as_original(layout, flat(target))
     if layout.module.startswith("qwen3_5"):
         tensors = {

@@ -1,6 +1,6 @@
 """A process that runs the code and commands of the documentation as a user would.
 
-It uses OpenBLAS, as programs do by default. Tests use the reference BLAS, which takes
+It uses OpenBLAS if installed, as programs do. Tests use the reference BLAS, which takes
 three to ten times as long; so tests with large matrices (`openblas`) run here too. One
 process runs everything, since importing the package takes seconds.
 """

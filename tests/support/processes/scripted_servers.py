@@ -81,10 +81,7 @@ def agent_tokenizer() -> TokenizerWrapper:
 def agent_maker(
     draft: str | None = None, kind: str = "llama"
 ) -> Callable[[PrefixCache | None], SpeculativeGenerator]:
-    """Return a function that makes a generator of a tiny target with `agent_tokenizer`.
-
-    The draft "near" is a model that is often right.
-    """
+    """Return a maker of generators; the draft "near" is a model that is often right."""
 
     def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
         tokenizer = agent_tokenizer()

@@ -50,7 +50,6 @@ def tiny_pair(name: str = "llama") -> tuple[nn.Module, nn.Module]:
 
 
 def make_tiny(name: str = "llama", **options: Any) -> Callable[..., Any]:
-    """Return a function that makes a generator of a tiny pair, for the server."""
 
     def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
         target, draft = tiny_pair(name)
@@ -96,8 +95,6 @@ def client_of(server: Server, key: str = "none") -> Iterator[openai.OpenAI]:
 
 
 class Listening(Protocol):
-    """A server of this process or of another one."""
-
     url: str  # without a path
 
 

@@ -30,14 +30,10 @@ class OracleHead:
 class OracleMtp:
     """A head that predicts the tokens of a known text.
 
-    Every call is checked. Slot i of layer 0 must have the target's state at position i,
-    or the oracle's state of the slot before. With the target's state, it must have
-    token i + 1 of the text. The oracle's caches hold the tokens.
-
-    Args:
-        before_norm: whether it gets the states before the norm.
-        wrong: returns whether the token at a position is predicted wrong.
-        first: the position of the first slot in new caches.
+    Every call is checked. Slot i of layer 0 must have the target's state at position i
+    (before the norm if `before_norm`), or the oracle's state of the slot before. With
+    the target's state, it must have token i + 1 of the text. Caches hold the tokens.
+    `first` is the first slot of new caches; `wrong` says where the prediction is wrong.
     """
 
     def __init__(

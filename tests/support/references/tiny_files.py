@@ -39,7 +39,6 @@ class Draws:
 def write_folder(
     folder: Path, config: dict[str, Any], tensors: dict[str, NDArray[Any]]
 ) -> None:
-    """Write config.json and model.safetensors, as raw checkpoints have them."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config, indent=2)
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -48,8 +48,7 @@ def block_accepted(
     """Return how many tokens block verification accepts in a round, on average: [...].
 
     It is the sum of p_1 to p_k along the drafted tokens [..., k]; only its mean over
-    rounds is the mean accepted count. Without `draft_probs`, tokens were chosen without
-    chance.
+    rounds is the mean accepted count. Without `draft_probs`, no draft was random.
     """
     draft = draft_distributions(target_probs, draft_probs, drafted)
     return BLOCK.odds(target_probs, draft, drafted).shares[..., 1:].sum(axis=-1)

@@ -163,9 +163,9 @@ def ask(
 ) -> tuple[Array, list[Array]]:
     """Give a rule all drafts; return acceptance probabilities and distributions.
 
-    The former are [pairs, vocab**k, k]. The latter are of the next token, [pairs,
-    vocab**k, vocab], by accepted count. If the draft is drawn by `chance`, the rule
-    gets `shown`, or else the draft's tables.
+    The former are [pairs, vocab**k, k]. The latter are of the next token, one [pairs,
+    vocab**k, vocab] for each accepted count. The rule gets the draft's distributions,
+    or `shown` in their place, or without `chance` none.
     """
     k, vocab = tables.k, tables.vocab
     with mx.stream(mx.cpu):  # the only device with float64

@@ -28,10 +28,7 @@ def scripted_rows(known: Sequence[int], drafted: Sequence[int]) -> mx.array:
 
 
 class Recorder:
-    """A processor whose result depends on all its calls; neither pure nor forkable.
-
-    Like mlx-lm's processors it writes into its arguments.
-    """
+    """A processor, neither pure nor forkable, that writes into its arguments."""
 
     def __init__(self) -> None:
         self.state = 1

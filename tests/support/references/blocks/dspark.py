@@ -50,10 +50,8 @@ def forward(
     Without a Markov head, and if row 0 drafts nothing, the block is one of DFlash.
 
     Args:
-        weights: Tensors under their published names, of any packaging.
-        config: config.json, or the metadata of a GGUF file.
-        hidden: For each tapped layer (`block_taps`) its output [n, Ht] before the
-            anchor.
+        weights, config: A file in any packaging, under its published names.
+        hidden: The outputs [n, Ht] of the tapped layers, without the anchor's.
         embeddings, lm_head: [V, H] of the target, for drafters without their own.
         tokens: Committed ids; only the last one, the anchor, is read.
         chosen: Ids of the first drafted positions; later ones take the most likely id.

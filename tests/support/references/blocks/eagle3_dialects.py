@@ -31,9 +31,8 @@ def forward(
     `norm_output`) with d_{j-1} and gives d_j.
 
     Args:
-        weights: Tensors under their published names.
-        hidden: For each tapped layer (`eagle_taps`) its output [n, Ht]. With
-            `use_aux_hidden_state` false the last hidden state alone.
+        hidden: The outputs [n, Ht] of the tapped layers (`eagle_taps`). If
+            `use_aux_hidden_state` is false, the last hidden state alone.
         embeddings, lm_head: [V, H] of the target, for heads without their own.
         tokens: The n + 1 committed ids c_0..c_n.
         chosen: See `dspark.forward`.
