@@ -166,9 +166,8 @@ def run_block(
     """All layers over a block that reads context rows: [rows, H] before the last norm.
 
     In each layer, a = rms(x, input_layernorm) gives queries, keys and values of the
-    block. Keys and values of the context come from the same rows in every layer,
-    without that norm. Then x += Wo attention; x += mlp(rms(x,
-    post_attention_layernorm)).
+    block. The same context rows give keys and values in every layer, without that norm.
+    Then x += Wo attention; x += mlp(rms(x, post_attention_layernorm)).
 
     Args:
         context: [n, H], `rms(fc(taps), hidden_norm)`.

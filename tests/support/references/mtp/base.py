@@ -53,8 +53,8 @@ class Family:
     used: int | None = None  # number of layers that are used; None: all
     hidden_first: bool = False  # the state precedes the embedding in the concatenation
     plus_one: bool = False  # norms are stored as w and applied as 1 + w
-    state: Literal["after_norm", "before_norm"] = "after_norm"  # the target's
-    recycles: Literal["after_norm", "before_norm"] = "after_norm"  # the head's
+    state: Literal["after_norm", "before_norm"] = "after_norm"  # input of the head
+    recycles: Literal["after_norm", "before_norm"] = "after_norm"  # of its next step
     # Names of copies of the target's embedding and head in the file.
     copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
