@@ -7,6 +7,5 @@
     costs                       seconds of rounds
     calibration, cost_store     measurement and storage of the costs of a source
 
-A policy calls no model and sees no token. A cascade asks the policy which of its
-drafters drafts.
+A policy calls no model and sees no token.
 """

@@ -1,7 +1,4 @@
-"""The protocol of draft length policies: plans, and the feedback of rounds.
-
-A policy makes its plans from counts and seconds alone.
-"""
+"""The protocol of draft length policies: plans, and the feedback of rounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,8 +115,7 @@ class Feedback:
     behind: bool = False
     ahead: bool = False  # whether the round has left a plain step in flight
     parts: RoundSeconds = NO_TIME  # the seconds by part
-    # Whether it was the first round of its shape, which takes longer than later ones
-    fresh: bool = False
+    fresh: bool = False  # whether it was the first round of its shape, which is slow
     # Seconds in which the drafter read the prompt before this round, not included in
     # `seconds`; 0 except in the first round with a draft
     reading: float = 0.0
@@ -150,11 +146,9 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the next round's plan.
+        """Return the next round's plan, which drafts at most `limit` tokens.
 
-        Args:
-            context: how many tokens the target's caches hold.
-            limit: the largest number of tokens that may be drafted.
+        `context` is the number of tokens in the target's caches.
         """
         ...
 

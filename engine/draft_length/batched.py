@@ -1,12 +1,9 @@
 """The rule for the drafts of a batch: one draft length for all requests.
 
 The target's forward has the same number of tokens for each request, so the longest
-draft determines the cost of a round, and shorter ones save nothing. The rule weighs the
-expected tokens of all requests against the time of the round, and picks a source and a
-length; length 0 is plain decoding. Costs are kept by the number of requests, rounded up
-to a power of two; in a batch that pads its rows, by the padded number of rows.
-Batches of any size share one credit, but a batch of one request uses the credit of
-streams. Requests with their own draft length keep it.
+draft determines the cost of a round, and shorter ones save nothing. Costs are kept by
+the number of requests, rounded up to a power of two; in a batch that pads its rows, by
+the padded number of rows. Requests with their own draft length keep it.
 """
 
 from collections.abc import Callable
@@ -24,13 +21,9 @@ _NO_PLAN = Plan(0, "plain")
 
 
 class BatchMember(Protocol):
-    """The attributes of a batch's request that concern its draft length.
+    """The attributes of a batch's request that concern its draft length."""
 
-    Attributes:
-        planner: plans the request's drafts; set by `BatchDraftLength.take`.
-    """
-
-    planner: Any
+    planner: Any  # plans the request's drafts; set by `BatchDraftLength.take`
 
     @property
     def policy(self) -> DraftLengthPolicy:
@@ -46,12 +39,6 @@ def row_bucket(rows: int) -> int:
 class BatchDraftLength:
     """Decides the draft length of every round of a batch.
 
-    Args:
-        sources: returns the sources for a number of requests.
-        together: the credit of a batch.
-        alone: the credit of a batch of one request.
-        longest: the longest draft.
-
     Attributes:
         rule: the rule; it plans for all requests with adaptive draft lengths.
         plans: the plans of this round, by the id of each request's planner.
@@ -60,9 +47,9 @@ class BatchDraftLength:
 
     def __init__(
         self,
-        sources: Callable[[int], SequenceOf[Source]],
-        together: Credit,
-        alone: Credit,
+        sources: Callable[[int], SequenceOf[Source]],  # for a number of requests
+        together: Credit,  # of batches of all sizes
+        alone: Credit,  # of a batch of one request
         longest: int,
     ) -> None:
         self._sources, self._together, self._alone = sources, together, alone
@@ -117,9 +104,11 @@ class BatchDraftLength:
         """Make a plan with each planner that has no plan yet."""
         for row, limit in zip(rows, room, strict=True):
             planner = row.planner
-            if planner is self.rule and id(planner) not in plans:
+            if id(planner) in plans:
+                continue
+            if planner is self.rule:
                 plans[id(planner)] = self._planned(rows, context, room)
-            elif id(planner) not in plans:
+            else:
                 plans[id(planner)] = planner.plan(context, limit)
 
     def _planned(
@@ -134,18 +123,15 @@ class BatchDraftLength:
                     survivals = row.policy.survivals()
                     offered.append([each[: limits[-1]] for each in survivals])
         self._context = context
-        return self.rule.first_plan(context, max(limits), offered)
+        return self.rule.choose(context, max(limits), offered or None)
 
     def choose(
         self, context: int, limit: int, offered: Offered, *, behind: bool
     ) -> Plan:
         """Return the plan: the source that drafts for all requests, and its length.
 
-        Args:
-            context: how many tokens the longest request has in the target's caches.
-            limit: the largest number of tokens that a request may draft.
-            offered: the survivals of requests without their own draft length.
-            behind: whether a plain step is in flight.
+        The arguments are those of `DraftRule.choose`, of the longest request, for the
+        largest room, and of the requests without their own draft length.
         """
         plan = self.rule.choose(context, limit, offered, behind=behind)
         self.plans[id(self.rule)] = plan

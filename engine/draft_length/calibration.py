@@ -1,7 +1,6 @@
 """Calibration: a policy that plans every draft length and records times of rounds."""
 
-from collections import defaultdict, deque
-from functools import partial
+from collections import defaultdict
 from statistics import median
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
@@ -36,10 +35,7 @@ class Calibration:
         lengths = _lengths(longest)
         self.rounds, self.done = len(lengths), 0
         self._script = iter(lengths)
-        # The last rounds of each length
-        self._parts: defaultdict[int, deque[RoundSeconds]] = defaultdict(
-            partial(deque, maxlen=SAMPLES)
-        )
+        self._parts: defaultdict[int, list[RoundSeconds]] = defaultdict(list)
         self._drafted = False
 
     def plan(self, context: int, limit: int) -> Plan:
@@ -57,12 +53,12 @@ class Calibration:
 
     @property
     def measured(self) -> PartsTable:
-        """Median seconds of the rounds by part."""
-        result = {}
-        for length, rounds in sorted(self._parts.items()):
-            parts = zip(*rounds, strict=True)
-            result[length] = RoundSeconds(*map(median, parts))
-        return {bucket_of(self._context): result}
+        """Median seconds of the last rounds of each length, by part."""
+        medians = {
+            length: RoundSeconds(*map(median, zip(*rounds[-SAMPLES:], strict=True)))
+            for length, rounds in sorted(self._parts.items())
+        }
+        return {bucket_of(self._context): medians}
 
 
 def _lengths(longest: int) -> list[int]:

@@ -1,9 +1,8 @@
 """Storage of calibrated costs, for later processes.
 
-Each combination of machine, mlx version, target and draft has a file. Stored costs
-affect the speed of a text, never the text. What streams learn is not stored: storing it
-would save only about 1 % of the time of the first 200 tokens, and measurements made
-while the machine was busy would be used long afterwards.
+Each combination of machine, mlx version, target and draft has a file. What streams
+learn is not stored: storing it would save only about 1 % of the time of the first 200
+tokens, and measurements of a busy machine would be used long afterwards.
 """
 
 import math
@@ -40,24 +39,17 @@ def machine() -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """A source of drafts for one target: costs of its rounds, and its acceptance.
+    """A source of drafts for one target: costs of its rounds, and its acceptance."""
 
-    Attributes:
-        costs: costs of rounds, which streams measure.
-        rates: acceptance rates by position, which streams learn.
-        free: whether its proposals cost nothing, and are made before the rule chooses.
-        name: the kind of its drafts.
-        measured: the times of calibrated rounds.
-        part: how many layers a round's forward submits at once; None: not measured.
-        file: stores the calibrated times; None: they are not stored.
-    """
-
-    costs: RoundCosts = field(default_factory=RoundCosts)
+    costs: RoundCosts = field(default_factory=RoundCosts)  # which streams measure
+    # Acceptance by position in the draft, which streams learn
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
-    free: bool = False
-    name: str = "draft"
-    measured: PartsTable = field(default_factory=dict)
+    free: bool = False  # its proposals cost nothing, and precede the rule's choice
+    name: str = "draft"  # the kind of its drafts
+    measured: PartsTable = field(default_factory=dict)  # times of calibrated rounds
+    # How many layers a round's forward submits at once; None: not measured
     part: int | None = None
+    # Stores the calibrated times; None: they are not stored
     file: MeasuredFile | None = None
 
     @classmethod
@@ -70,23 +62,19 @@ class Source:
             "costs", _VERSION, key, "The cost of rounds is measured again."
         )
         measured, part = file.read(_parsed) or ({}, None)
-        costs = RoundCosts(kept=totals(measured))
+        costs = RoundCosts(kept=_totals(measured))
         return cls(costs, free=free, name=name, measured=measured, part=part, file=file)
 
     def take(self, measured: PartsTable) -> CostTable:
         """Learn from a calibration, and write the file; return all known costs."""
-        self.costs.take(totals(measured))
+        self.costs.take(_totals(measured))
         self.measured |= measured
-        parts = {
-            bucket: {length: tuple(one) for length, one in each.items()}
-            for bucket, each in self.measured.items()
-        }
         if self.file is not None:
-            self.file.write({"parts": parts, "part": self.part})
+            self.file.write({"parts": self.measured, "part": self.part})
         return self.costs.table()
 
 
-def totals(measured: PartsTable) -> CostTable:
+def _totals(measured: PartsTable) -> CostTable:
     """Return the seconds of whole rounds."""
     return {
         bucket: {length: one.total for length, one in each.items()}
@@ -95,16 +83,9 @@ def totals(measured: PartsTable) -> CostTable:
 
 
 def _parsed(fields: Any) -> tuple[PartsTable, int | None]:
-    """Return the times and the part in the fields of a file.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """Return the times and the part of a file; raise ValueError if out of range."""
     measured = {
-        int(bucket): {
-            int(length): RoundSeconds(draft, verify, sampler, host)
-            for length, (draft, verify, sampler, host) in each.items()
-        }
+        int(bucket): {int(n): RoundSeconds._make(one) for n, one in each.items()}
         for bucket, each in fields["parts"].items()
     }
     rounds = [one for each in measured.values() for one in each.values()]

@@ -57,55 +57,54 @@ class RoundCosts:
         # Seconds that the drafter needs to read a prompt token; 0: not known
         self.reading = 0.0
         self.kept = dict(kept or {})
-        self._samples: dict[int, dict[int, deque[float]]] = {}
-        self._medians: CostTable = {}  # of the samples
+        # The last rounds of each bucket and length, and the medians of all buckets
+        self._samples: dict[tuple[int, int], deque[float]] = {}
+        self._medians: CostTable = {}
         self._rounds = 0
         self._recent: set[tuple[int, int]] = set()  # measured since the last dropping
         self.take(measured or {})
 
     def table(self) -> CostTable:
         """Return the known costs of each bucket, in seconds."""
-        measured = {
+        known = {
             bucket: dict(sorted(each.items()))
             for bucket, each in self._medians.items()
             if 0 in each
         }
-        return dict(sorted({**self.kept, **measured}.items()))
+        return dict(sorted({**self.kept, **known}.items()))
 
     def take(self, table: CostTable) -> None:
         """Take over the costs of a calibration."""
         for bucket, costs in table.items():
             self._medians.setdefault(bucket, {}).update(costs)
-            self._samples.setdefault(bucket, {}).update(
-                (length, deque([seconds] * LEAST_PLAIN, SAMPLES))
-                for length, seconds in costs.items()
-            )
+            for length, seconds in costs.items():
+                samples = deque([seconds] * LEAST_PLAIN, SAMPLES)
+                self._samples[bucket, length] = samples
 
     def note(self, context: int, length: int, seconds: float) -> None:
         """Learn from a round that took `seconds`."""
-        bucket = bucket_of(context)
-        samples = self._samples.setdefault(bucket, {})
-        samples.setdefault(length, deque(maxlen=SAMPLES)).append(seconds)
-        self._medians.setdefault(bucket, {})[length] = median(samples[length])
+        key = bucket, _ = bucket_of(context), length
+        samples = self._samples.setdefault(key, deque(maxlen=SAMPLES))
+        samples.append(seconds)
+        self._medians.setdefault(bucket, {})[length] = median(samples)
         self._rounds += 1
-        self._recent.add((bucket, length))
+        self._recent.add(key)
         if self._rounds % FORGETS == 0:
-            for bucket, samples in self._samples.items():
-                for length in [*samples]:
-                    if length and (bucket, length) not in self._recent:
-                        del samples[length], self._medians[bucket][length]
+            for bucket, length in self._samples.keys() - self._recent:
+                if length:
+                    del self._samples[bucket, length], self._medians[bucket][length]
             self.kept, self._recent = {}, set()
 
     def longest(self) -> int:
         """Return the longest measured draft."""
-        return max((max(each, default=0) for each in self._medians.values()), default=0)
+        return max((length for _, length in self._samples), default=0)
 
     def plain(self, context: int) -> float | None:
         """Return the seconds of a plain step in the nearest bucket, if any is known."""
         known = {
             bucket: self._medians[bucket][0]
-            for bucket, each in self._samples.items()
-            if len(each.get(0, ())) >= LEAST_PLAIN
+            for (bucket, length), samples in self._samples.items()
+            if not length and len(samples) >= LEAST_PLAIN
         }
         return _nearest(known, bucket_of(context))
 

@@ -1,8 +1,6 @@
-"""The factory of draft length policies, which share costs, acceptance and credit.
+"""The factory of draft length policies, which share costs, acceptance and credit."""
 
-The adaptive rule itself is in `rule`.
-"""
-
+from operator import attrgetter
 from typing import Any
 
 import mlx.nn as nn
@@ -31,8 +29,7 @@ class PolicyFactory:
         model: the target.
         draft: the draft; None: plain decoding.
         usual: the draft length of streams that pass none; None: adaptive.
-        shape: the fixed shape of exact mode, which limits the draft length; None: not
-            in exact mode.
+        shape: the fixed shape of exact mode; None: not in exact mode.
         others: other options of the generator on which costs depend, in JSON types.
             With trees, the draft length is the number of levels.
 
@@ -101,10 +98,11 @@ class PolicyFactory:
         measured, the costs are those of the next smaller one.
         """
         result = self.sources(rows)
-        others = [(n < rows, abs(n - rows), n) for n in self._known if n and n != rows]
+        sizes = sorted(
+            self._known.keys() - {0}, key=lambda n: (n < rows, abs(n - rows))
+        )
         for index, source in enumerate(result):
             if not source.costs.table():
-                sizes = [n for _, _, n in sorted(others)]
                 tables = (self._known[n][index].costs.table() for n in sizes)
                 source.costs.kept = next(filter(None, tables), {})
         return result
@@ -121,37 +119,24 @@ class PolicyFactory:
         return usual_part() if measured is None else measured
 
     def sources(self, rows: int = 0) -> list[Source]:
-        """Return the sources of drafts; all batch sizes share the acceptance rates.
-
-        Args:
-            rows: the number of rows of a batch; 0: the sources of a stream.
-        """
+        """Return the sources of a batch; 0 rows: of a stream. All share the rates."""
         if rows not in self._known:
-            more = {"rows": rows} if rows else {}
-            self._known[rows] = result = [
-                Source.read(self._key(draft, **more), free=draft.free, name=draft.kind)
-                for draft in self._each
-            ]
-            for source, usual in zip(result, self.sources(), strict=True):
+            self._known[rows] = [self._source(draft, rows) for draft in self._each]
+            for source, usual in zip(self._known[rows], self.sources(), strict=True):
                 source.rates = usual.rates
         return self._known[rows]
 
     def calibrated(self, rows: int = 0) -> Source:
         """Return the source that a calibration measures: a costly one, if any."""
-        sources = self.sources(rows)
-        return [*(one for one in sources if not one.free), *sources, Source()][0]
+        return min(self.sources(rows), key=attrgetter("free"), default=Source())
 
-    def _key(self, draft: Draft, **more: int) -> dict[str, Any] | None:
-        """Return the key that costs are stored by; None: they are not stored."""
-        name = draft.cost_key()
-        if not name:
-            return None
-        return {
-            "target": shape_of(self._model),
-            "draft": [name],
-            **self._others,
-            **more,
-        }
+    def _source(self, draft: Draft, rows: int) -> Source:
+        """Return a source with its stored costs; without a cost key none are stored."""
+        key, name = None, draft.cost_key()
+        if name:
+            key = {"target": shape_of(self._model), "draft": [name], **self._others}
+            key |= {"rows": rows} if rows else {}
+        return Source.read(key, free=draft.free, name=draft.kind)
 
 
 def _checked(length: Any, name: str) -> int | None:

@@ -14,13 +14,13 @@ one draft length, E(n) is the mean over the requests.
 Drafts that are not known to pay are tried, short ones first, on credit: each source has
 a credit, counted in plain steps. The gain of a round over plain steps is added to the
 credit of its source, and a loss is subtracted. Each plain step adds a small share to
-all credits. A source without credit rests until its credit is positive; other sources
-may draft meanwhile. Hence the drafts of a source lose at most the first credit, these
-shares, and the loss of one more round, if no round takes unusually long.
+all credits. A source without credit rests until its credit is positive. Hence the
+drafts of a source lose at most the first credit, these shares, and the loss of one more
+round, if no round takes unusually long.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
@@ -47,8 +47,7 @@ REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
 # The usual rate is an average over about this many plain steps.
 MEMORY = 500.0
 
-# For each token, the probability that it and all tokens before it are accepted. A free
-# source gives a value for each proposed token, and none without a proposal.
+# The survival of each token. A free source gives none without a proposal.
 Survival = Sequence[float]
 # The survival of each source, for each request.
 Offered = Sequence[Sequence[Survival]]
@@ -56,21 +55,14 @@ Offered = Sequence[Sequence[Survival]]
 
 @dataclass(slots=True)
 class Credit:
-    """The credit of each source, in plain steps, and the usual rate of tokens.
-
-    Attributes:
-        first: the first credit of a source.
-        most: the largest credit of a source.
-        share: what a plain step adds to the credits, divided among the sources.
-        steps: the credit of each source, by its index.
-        tokens: tokens per request in the rounds so far; older rounds count less.
-        spent: the duration of these rounds in plain steps.
-    """
+    """The credit of each source, in plain steps, and the usual rate of tokens."""
 
     first: float = FIRST_CREDIT
     most: float = MOST_CREDIT
-    share: float = SHARE
-    steps: defaultdict[int, float] = field(init=False)
+    share: float = SHARE  # added by a plain step, divided among the sources
+    steps: defaultdict[int, float] = field(init=False)  # by the index of the source
+    # Tokens per request in the rounds so far, and the duration of these rounds in plain
+    # steps; older rounds count less
     tokens: float = MEMORY / 10
     spent: float = MEMORY / 10
 
@@ -97,14 +89,11 @@ class Credit:
 class DraftRule:
     """Chooses the source and the length of each round of a stream or a batch.
 
-    Args:
+    Attributes:
         sources: the sources, which the streams of a generator share.
         credit: the credit of the sources, which these streams share too.
         longest: the longest draft.
-
-    Attributes:
-        sources, credit, longest: as passed.
-        late: whether the rule decides in `choose`, after free sources have proposed.
+        late: whether the rule decides after free sources have proposed.
     """
 
     def __init__(self, sources: Sequence[Source], credit: Credit, longest: int) -> None:
@@ -117,119 +106,108 @@ class DraftRule:
         self._cold = 0.0
         self._unread = True  # whether the drafters have yet to read the prompt
 
-    def first_plan(self, context: int, limit: int, offered: Offered) -> Plan:
-        """Plan by forecasts; if the rule is `late`, plan the longest draft instead."""
-        if self.late and limit > 0 and not self._measures(context):
-            return Plan(min(limit, self.longest), "free")
-        return self.choose(context, limit, offered)
-
     def choose(
-        self, context: int, limit: int, offered: Offered, *, behind: bool = False
+        self,
+        context: int,
+        limit: int,
+        offered: Offered | None,
+        *,
+        behind: bool = False,
     ) -> Plan:
         """Return the next round's plan.
 
         Args:
             context: how many tokens the target's caches hold.
             limit: the largest number of tokens that may be drafted.
-            offered: the survivals of the drafts that can be made.
+            offered: the survivals of the drafts that can be made; None: free sources
+                have not proposed yet, and a plan with drafts has the largest length.
             behind: whether a plain step is in flight.
         """
-        longest, plain = min(limit, self.longest), self.plain(context)
+        longest = min(limit, self.longest)
         if longest <= 0:
             return Plan(0, "budget")
-        if plain is None or self._measures(context):
+        if self._measures(context):
             self._measure = max(0, self._measure - 1)
             return Plan(0, "measure")
-        return self._decided(context, longest, offered, plain, behind)
+        if offered is None:
+            return Plan(longest, "free")
+        return self._decided(context, longest, offered, behind)
 
     def expects(self, context: int, offered: Offered) -> bool:
         """Return whether the rule would choose a draft if no step were in flight."""
-        plain = self.plain(context)
-        if plain is None or self._measures(context):
+        if self._measures(context):
             return False
-        return self._decided(context, self.longest, offered, plain, False).length > 0
+        return self._decided(context, self.longest, offered, False).length > 0
 
     def _measures(self, context: int) -> bool:
         """Return whether the next round has to be a plain step, to measure its cost."""
         if self._since_plain >= REVIEW_ROUNDS:
             self._since_plain, self._measure = 0, REVIEW_STEPS
-        return self._measure > 0 or self.plain(context) is None
+        return self._measure > 0 or self._plain(context) is None
 
     def _decided(
+        self, context: int, longest: int, offered: Offered, behind: bool
+    ) -> Plan:
+        """Return the plan that is worth most, or a trial if no draft pays."""
+        plain = self._plain(context)
+        assert plain is not None
+        judged = tuple(self._judged(context, longest, offered, plain, behind))
+        allowed = [each for each in judged if each.credit > 0 and each.options]
+        step: tuple[Compared | None, Option] = None, Option(0, 1.0, plain)
+        pairs = [(each, option) for each in allowed for option in each.options]
+        rate = self.credit.rate / plain
+        best, option = max([step, *pairs], key=lambda pair: pair[1].worth(rate))
+        if best is not None:
+            return Plan(option.length, "best", best, judged, plain)
+        for each in allowed:
+            option = max(each.options, key=lambda option: option.speed)
+            reading = self.sources[each.index].costs.reading * self._unread
+            lost = (option.seconds + context * reading) / plain - 1
+            if not each.free and lost <= each.credit:
+                return Plan(option.length, "trial", each, judged, plain)
+        return Plan(0, "plain", compared=judged, seconds=plain)
+
+    def _judged(
         self,
         context: int,
         longest: int,
         offered: Offered,
         plain: float,
         behind: bool,
-    ) -> Plan:
-        """Return the plan that is worth most, or a trial if no draft pays."""
-        rate = self.credit.rate / plain
-        judged = tuple(
-            self._judged(
-                context, index, _mean(offered, index, longest + behind), plain, behind
-            )
-            for index in sorted(
-                range(len(self.sources)), key=lambda i: not self.sources[i].free
-            )
-        )
-        best, worth = Plan(0, "plain", compared=judged, seconds=plain), 1 - rate * plain
-        trial: Plan | None = None
-        for each in judged:
-            if not each.options or each.credit <= 0:
-                continue
-            option = max(each.options, key=lambda option: option.worth(rate))
-            if option.worth(rate) > worth:
-                best = Plan(option.length, "best", each, judged, plain)
-                worth = option.worth(rate)
-            elif not each.free and trial is None:
-                option = max(each.options, key=lambda option: option.speed)
-                reading = self.sources[each.index].costs.reading * self._unread
-                seconds = option.seconds + context * reading
-                if each.credit >= seconds / plain - 1:
-                    trial = Plan(option.length, "trial", each, judged, plain)
-        return best if best.length or trial is None else trial
+    ) -> Iterator[Compared]:
+        """Yield each source, free ones first, with the lengths that may pay.
 
-    def _judged(
-        self,
-        context: int,
-        index: int,
-        survival: list[float],
-        plain: float,
-        behind: bool,
-    ) -> Compared:
-        """Return a source with the lengths that may pay and lose at most its credit.
-
-        A draft is at most twice as long as the longest measured draft. A free draft
-        costs at most as much as a costly draft of the same length.
-        If a plain step is in flight, its token counts too, and the first drafted token
-        is a guess of that token.
+        A length may lose at most the credit, and is at most twice the longest measured
+        one. A free draft costs at most as much as a costly draft of the same length. If
+        a plain step is in flight, its token counts too, and the first drafted token is
+        a guess of that token.
         """
-        source = self.sources[index]
-        tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]
-        known = [source.costs]
-        if source.free:
-            known += [each.costs for each in self.sources]
-        measured = max(costs.longest() for costs in known)
-        reach = min(len(tokens) - 1, max(FIRST_LENGTH, 2 * measured))
-        curves = [
-            costs.curve(context, reach, plain)
-            for costs in known
-            if costs is known[0] or costs.longest() > known[0].longest()
-        ]
         left = self._left_of_step(plain) if behind else 0.0
-        credit = self.credit.steps[index]
-        result = []
-        for n in sorted({*few_lengths(reach), reach} - {0}):
-            seconds = min(curve[n] for curve in curves)
-            over = seconds / plain
-            if n + 1 >= LEAST_GAIN * over and over - 1 <= credit:
-                result.append(Option(n, tokens[n], seconds + left))
-        return Compared(
-            source.name, index, source.free, survival, tuple(result), credit
-        )
+        for index, source in sorted(
+            enumerate(self.sources), key=lambda s: not s[1].free
+        ):
+            survival = _mean(offered, index, longest + behind)
+            tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]
+            credit, own = self.credit.steps[index], source.costs.longest()
+            known = [one.costs for one in self.sources if source.free or one is source]
+            measured = max(costs.longest() for costs in known)
+            reach = min(len(tokens) - 1, max(FIRST_LENGTH, 2 * measured))
+            curves = [
+                costs.curve(context, reach, plain)
+                for costs in known
+                if costs is source.costs or costs.longest() > own
+            ]
+            options = []
+            for n in sorted({*few_lengths(reach), reach} - {0}):
+                seconds = min(curve[n] for curve in curves)
+                over = seconds / plain
+                if n + 1 >= LEAST_GAIN * over and over - 1 <= credit:
+                    options.append(Option(n, tokens[n], seconds + left))
+            yield Compared(
+                source.name, index, source.free, survival, tuple(options), credit
+            )
 
-    def plain(self, context: int) -> float | None:
+    def _plain(self, context: int) -> float | None:
         """Return the seconds of a plain step; None: not measured yet."""
         return self.sources[0].costs.plain(context)
 
@@ -244,14 +222,13 @@ class DraftRule:
 
     def learn(self, context: int, plan: Plan, feedback: Feedback) -> None:
         """Learn from a committed round. Must not raise."""
-        plain = self.plain(context)
         if not feedback.drafted or plan.source is None:
             self._learn_plain(context, feedback)
             return
         self._since_plain += 1
+        plain, index = self._plain(context), plan.source.index
         if plain is None:
             return
-        index = plan.source.index
         costs, gain = self.sources[index].costs, 0.0
         if feedback.reading:
             self._unread, costs.reading = False, feedback.reading / max(1, context)

@@ -34,11 +34,6 @@ from mlx_speculation.models import Lane
 class RuleDraftLength(DraftRule):
     """The policy that follows the rule in one stream.
 
-    Args:
-        sources: see `DraftRule`.
-        credit: see `DraftRule`.
-        longest: see `DraftRule`.
-
     Attributes:
         forecast: returns each source's own forecast, see `OpenDrafter`.
         drafter: the drafter that calls `choose`, if the rule is `late`.
@@ -66,11 +61,16 @@ class RuleDraftLength(DraftRule):
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the next round's plan; see `DraftLengthPolicy`."""
-        offered = [] if self.late else [self.survivals()]
-        return self.first_plan(context, limit, offered)
+        offered = None if self.late else [self.survivals()]
+        return super().choose(context, limit, offered)
 
     def choose(
-        self, context: int, limit: int, offered: Offered, *, behind: bool = False
+        self,
+        context: int,
+        limit: int,
+        offered: Offered | None,
+        *,
+        behind: bool = False,
     ) -> Plan:
         """Return the round's plan, and keep it for `note`; see `DraftRule`."""
         self._chosen = super().choose(context, limit, offered, behind=behind)
@@ -89,13 +89,12 @@ class RuleDraftLength(DraftRule):
 
 
 class RuledDrafter(CascadeDrafter):
-    """Drafters of which the rule picks one in each round.
+    """Drafters, in the order of the sources, of which the rule picks one in each round.
 
     A batch decides for all its requests: it calls `offer` of each drafter, and sets
     `chosen` to a source and a length before it calls `propose`.
 
     Args:
-        drafters: the drafters, in the order of the sources.
         lengths: picks a drafter and its draft length.
         target: the target's lane. While a plain step is in flight, this lane has seen
             the last known token; the first proposed token guesses the step's token.

@@ -28,9 +28,7 @@ class CascadeDraft(Draft):
 
     With the adaptive draft length, `engine.draft_length.rule` picks the drafter. With a
     fixed length, the first drafter that proposes anything drafts; drafters behind a
-    lookup rarely do, since it nearly always proposes something. When a draft model
-    drafts after rounds of other drafters, it is first fed the tokens of these rounds.
-    A cascade in a cascade is replaced by its members.
+    lookup rarely do, since it nearly always proposes something.
 
     Args:
         drafters: at least two, each of a kind that a generator takes as its draft.

@@ -2,8 +2,7 @@
 
     drafter     the draft that a user passes, and its drafter of one stream
     lookup      the longest match over all places
-    places      growing indexes, and the match of a text's last tokens in an index
-    history     answers of earlier requests, indexes of finished texts
+    places      the texts and answers to search, and their growing indexes
     survival    the probability that drafted tokens are accepted, learnt from drafts
     automaton   an index of all substrings
 

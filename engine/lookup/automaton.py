@@ -3,22 +3,20 @@
 This is the suffix automaton of Blumer et al. (1985), built online. A state stands for
 all substrings that end at the same positions; the longest of them has `length` tokens.
 The link of a state leads to the state of its longest suffix that also ends elsewhere.
-The link of the last state thus leads to the longest suffix of the text that occurred
-before, without a search.
+Thus the link of the last state leads to the longest suffix that occurred before.
 
     text a b c a b      the last state's link is the state of "a b"
     match               length 2, end 2: c followed
 
-Each state also holds the end of its latest occurrence that has a successor, and the
-number of such occurrences. The share of a token is how often this token followed a
-substring, divided by how often any token did. A new token changes the end and the count
-of each state on the path of links from the last state. The path is short in usual text,
-but in a long run of one token it is as long as the run, so it is cut. States beyond the
-cut keep an earlier occurrence, which is also valid, and their counts are too low.
+A new token changes the end and the count of each state on the path of links from the
+last state. In a long run of one token this path is as long as the run, so it is cut.
+States beyond the cut keep an earlier end, which is also valid, and a count that is too
+low.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 BREAK = -1  # separates documents: no match and no continuation contains it
@@ -31,15 +29,10 @@ _NOTHING = -2
 
 
 class Match(NamedTuple):
-    """The longest suffix of a text that occurs in an index.
+    """The longest suffix of a text that occurs in an index."""
 
-    Attributes:
-        length: its number of tokens; 0: there is no match.
-        state: its state in the automaton; 0 is the root, the empty string.
-    """
-
-    length: int
-    state: int
+    length: int  # its number of tokens; 0: there is no match
+    state: int  # its state in the automaton; 0 is the root, the empty string
 
 
 NO_MATCH = Match(0, 0)
@@ -59,10 +52,11 @@ class SuffixAutomaton:
         self.tokens = array("i")
         self._walk = walk
         self._last = 0
-        # One value per state; 0 is the root, the empty string.
+        # One value per state; 0 is the root.
         self._length = array("i", [0])
         self._link = array("i", [-1])
-        self._end = array("i", [0])  # 0: no occurrence has a successor
+        # The end of the latest occurrence before a token; 0: there is none
+        self._end = array("i", [0])
         self._count = array("i", [0])  # occurrences before a token or a BREAK
         # The first transition of each state, mostly the only one; others are in _more.
         self._token = array("i", [_NOTHING])
@@ -71,7 +65,15 @@ class SuffixAutomaton:
 
     def append(self, token: int) -> None:
         """Index one more token, or `BREAK`. Amortized constant time."""
-        self._note_end(goes_on=token != BREAK)
+        here, state, link = len(self.tokens), self._last, self._link
+        end, count = self._end, self._count
+        for _ in range(self._walk):
+            if state <= 0:
+                break
+            if token != BREAK:
+                end[state] = here
+            count[state] += 1
+            state = link[state]
         self.tokens.append(token)
         self._extend(token)
 
@@ -84,29 +86,20 @@ class SuffixAutomaton:
         """Return the match after one more token, given the match before that token.
 
         The index must not have changed in between. Amortized constant time: each link
-        that is followed shortens a match that a token has lengthened. A search that
-        would follow more than `LONGEST_FALL` links finds no match.
+        that is followed shortens a match that a token has lengthened.
         """
-        length, state = match
-        for _ in range(LONGEST_FALL):
+        for length, state in self._suffixes(match):
             target = self._next(state, token)
             if target >= 0:
                 return Match(length + 1, target)
-            if not state:
-                break
-            state = self._link[state]
-            length = self._length[state]
         return NO_MATCH
 
     def with_successor(self, match: Match) -> Match:
         """Return the longest suffix of a match after which a token has occurred."""
-        length, state = match
-        for _ in range(LONGEST_FALL):
-            if not state or self._end[state]:
-                break
-            state = self._link[state]
-            length = self._length[state]
-        return Match(length, state) if self._end[state] else NO_MATCH
+        for length, state in self._suffixes(match):
+            if self._end[state]:
+                return Match(length, state)
+        return NO_MATCH
 
     def continuation(self, state: int, count: int) -> list[int]:
         """Return at most `count` tokens that followed the latest occurrence of a state.
@@ -129,66 +122,55 @@ class SuffixAutomaton:
         Each token is counted after the state and the tokens before it. If a token never
         followed these, both numbers are 0, for it and for all tokens behind it.
         """
-        count = self._count
-        total = count[state]
-        for token in tokens:
-            state = self._next(state, token) if state >= 0 else -1
+        for index, token in enumerate(tokens):
+            total, state = self._count[state], self._next(state, token)
             if state < 0:
-                yield 0, 0
-                continue
+                yield from repeat((0, 0), len(tokens) - index)
+                return
             # An occurrence at the end of the index has no successor and is not counted
-            all_counts = max(1, count[state])
-            yield all_counts, max(total, all_counts)
-            total = count[state]
+            count = max(1, self._count[state])
+            yield count, max(total, count)
 
-    def _note_end(self, *, goes_on: bool) -> None:
-        """Set end and count of the states on the path, just before a token follows."""
-        here, state, link = len(self.tokens), self._last, self._link
-        end, count = self._end, self._count
-        for _ in range(self._walk):
-            if state <= 0:
-                break
-            if goes_on:
-                end[state] = here
-            count[state] += 1
-            state = link[state]
+    def _suffixes(self, match: Match) -> Iterator[tuple[int, int]]:
+        """Yield a match, then its suffixes that occur more often, the longest first."""
+        length, state = match
+        for _ in range(LONGEST_FALL):
+            yield length, state
+            if not state:
+                return
+            state = self._link[state]
+            length = self._length[state]
 
     def _extend(self, token: int) -> None:
         """Add the state of the whole text with its new last token."""
         link, length = self._link, self._length
-        state = self._last
-        new = self._last = self._add(length[state] + 1)
-        while state >= 0 and (target := self._next(state, token)) < 0:
-            self._set(state, token, new)
-            state = link[state]
-        if state < 0:
-            link[new] = 0
-        elif length[target] == length[state] + 1:
-            link[new] = target
-        else:
-            clone = self._clone(target, length[state] + 1)
-            while state >= 0 and self._next(state, token) == target:
-                self._set(state, token, clone)
-                state = link[state]
-            link[new] = link[target] = clone
-
-    def _add(self, length: int) -> int:
-        self._length.append(length)
-        self._link.append(0)
+        state, new = self._last, len(length)
+        length.append(length[state] + 1)
+        link.append(0)
         self._end.append(0)
         self._count.append(0)
         self._token.append(_NOTHING)
         self._target.append(0)
-        return len(self._length) - 1
+        self._last = new
+        while state >= 0 and (target := self._next(state, token)) < 0:
+            self._set(state, token, new)
+            state = link[state]
+        if state < 0:
+            return
+        if length[target] != length[state] + 1:
+            old, target = target, self._clone(target, length[state] + 1)
+            while state >= 0 and self._next(state, token) == old:
+                self._set(state, token, target)
+                state = link[state]
+            link[old] = target
+        link[new] = target
 
     def _clone(self, state: int, length: int) -> int:
         """Add a state for those substrings of a state that now end elsewhere too."""
-        clone = self._add(length)
-        self._link[clone] = self._link[state]
-        self._end[clone] = self._end[state]
-        self._count[clone] = self._count[state]
-        self._token[clone] = self._token[state]
-        self._target[clone] = self._target[state]
+        clone = len(self._length)
+        self._length.append(length)
+        for each in (self._link, self._end, self._count, self._token, self._target):
+            each.append(each[state])
         if state in self._more:
             self._more[clone] = self._more[state].copy()
         return clone

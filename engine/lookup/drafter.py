@@ -1,20 +1,14 @@
-"""The lookup drafter, which proposes the tokens that followed the same tokens before.
+"""The draft and the drafter of a lookup, and their substitute in calibrations."""
 
-Calibration replaces a lookup by a drafter with constant proposals: the cost of the
-target's forward does not depend on the tokens.
-"""
-
-import copy
 import operator
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine.argument_checks import checked_count
-from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
+from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDraft
 from mlx_speculation.engine.drafters.draft import Draft, DraftOptions, members_of
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
@@ -23,7 +17,6 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 
 _LARGEST_ID = 2**31 - 1
-_NOTHING_FOUND = replace(NOTHING, source="lookup")
 # The largest number of tokens of earlier answers to keep; about 20 MB with their index.
 HISTORY = 200_000
 
@@ -57,23 +50,19 @@ class LookupDraft(Draft):
     ) -> None:
         self._documents = [_checked_ids(n, each) for n, each in enumerate(corpus)]
         self._limit = history
-        if history is not None:
-            checked_count("history", history, 0, ", or None")
-        self.places = SharedPlaces(
-            self._documents, HISTORY if history is None else history
-        )
+        limit = HISTORY if history is None else history
+        checked_count("history", limit, 0, ", or None")
+        self.places = SharedPlaces(self._documents, limit)
 
     def cost_key(self) -> str:
         """Return the kind, since all lookups have the same costs."""
         return self.kind
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
-        """Return a draft with the same places, but no history if it is not allowed."""
+        """Return the draft; without history if the default is no history."""
         if options.history or self._limit is not None:
             return self
-        draft = copy.copy(self)
-        draft.places = SharedPlaces(self._documents)
-        return draft
+        return LookupDraft(corpus=self._documents, history=0)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
@@ -93,7 +82,7 @@ class LookupDrafter(OpenDrafter):
         self._lookup = Lookup(draft.places)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Index one chunk, in about 8 ms; this does not count as a chunk of prefill."""
+        """Index one chunk, in about 8 ms, which is no chunk of the prefill."""
         return self._of(sequence).read_ahead(sequence.tokens)
 
     def begin(self, sequence: Sequence) -> None:
@@ -105,8 +94,6 @@ class LookupDrafter(OpenDrafter):
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose the tokens that followed the longest match; none without a match."""
         result = self._of(sequence).propose(sequence.tokens, limit)
-        if not result.tokens:
-            return _NOTHING_FOUND
         source = "prediction" if result.place == "prediction" else "lookup"
         tokens = mx.array(result.tokens, mx.uint32)
         return Proposal(tokens, source=source, survival=result.survival)

@@ -2,22 +2,22 @@
 
 The places are the text itself, a prediction of the answer, answers of earlier requests
 and documents. The longest match wins; among equally long ones the place named first
-wins, and within a place the latest match. A proposal tells the `survival` of its
-tokens; the draft length policy decides how many of them are drafted.
+wins, and within a place the latest match.
 """
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from operator import eq
+from typing import NamedTuple
 
-from mlx_speculation.engine.lookup.automaton import (
-    BREAK,
-    NO_MATCH,
-    Match,
-    SuffixAutomaton,
+from mlx_speculation.engine.lookup.automaton import BREAK, Match, SuffixAutomaton
+from mlx_speculation.engine.lookup.places import (
+    CHUNK,
+    AnswerHistory,
+    Cursor,
+    GrowingIndex,
+    TextPool,
 )
-from mlx_speculation.engine.lookup.history import AnswerHistory, TextPool
-from mlx_speculation.engine.lookup.places import CHUNK, Cursor, GrowingIndex
 from mlx_speculation.engine.lookup.survival import (
     PLACES,
     lookup_buckets,
@@ -25,27 +25,20 @@ from mlx_speculation.engine.lookup.survival import (
 )
 
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
+# The largest number of tokens of finished texts that stay indexed.
+TEXTS = 1 << 18
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Looked-up tokens.
+class Found(NamedTuple):
+    """Looked-up tokens."""
 
-    Attributes:
-        tokens: the proposed continuation of the text.
-        survival: for each token, the probability that it and all tokens before it are
-            accepted; improbable last tokens are left out.
-        place: one of `PLACES`; "" if there is no match.
-        buckets: for each token of `survival`, its bucket, see the module `survival`.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    survival: list[float] = field(default_factory=list)
-    place: str = ""
-    buckets: list[int] = field(default_factory=list)
+    tokens: list[int]  # the proposed continuation of the text
+    survival: list[float]  # of each token; improbable last tokens are left out
+    place: str  # one of `PLACES`; "" if there is no match
+    buckets: list[int]  # of each token of `survival`, see the module `survival`
 
 
-NOTHING_FOUND = Found()
+NOTHING_FOUND = Found([], [], "", [])
 
 
 class SharedPlaces:
@@ -54,7 +47,6 @@ class SharedPlaces:
     Args:
         documents: lists of token ids.
         history: the largest number of tokens of earlier answers.
-        texts: the largest number of tokens of finished texts that stay indexed.
 
     Attributes:
         lock: held while a request reads or changes these, since streams may run in
@@ -63,12 +55,9 @@ class SharedPlaces:
     """
 
     def __init__(
-        self,
-        documents: Sequence[Sequence[int]] = (),
-        history: int = 0,
-        texts: int = 1 << 18,
+        self, documents: Sequence[Sequence[int]] = (), history: int = 0
     ) -> None:
-        self.history, self.texts = AnswerHistory(history), TextPool(texts)
+        self.history, self.texts = AnswerHistory(history), TextPool(TEXTS)
         self.rates = lookup_rates()
         self.lock = threading.RLock()
         self.documents = SuffixAutomaton()
@@ -94,7 +83,7 @@ class Lookup:
         self._text: GrowingIndex | None = None
         self._prediction = GrowingIndex([*prediction, BREAK] if prediction else ())
         self._cursors = [Cursor() for _ in range(4)]
-        self._unjudged: tuple[int, Found] = 0, NOTHING_FOUND
+        self._unjudged = 0, NOTHING_FOUND  # the last proposal, and where it begins
 
     def read_ahead(self, tokens: Sequence[int], limit: int = CHUNK) -> bool:
         """Index at most `limit` new tokens.
@@ -119,15 +108,13 @@ class Lookup:
             matches = self._matches(tokens)
             if not matches:
                 return NOTHING_FOUND
-            (length, state), place, automaton = max(matches, key=_length)
+            (length, state), place, automaton = matches[0]
             result = automaton.continuation(state, limit)
             ahead = [
                 _agreeing(result, elsewhere.continuation(other, limit))
-                for (_, other), _, elsewhere in matches
-                if elsewhere is not automaton
+                for (_, other), _, elsewhere in matches[1:]
             ]
-            shares = automaton.shares(state, result)
-            same = min(ahead, default=None)
+            shares, same = automaton.shares(state, result), min(ahead, default=None)
             buckets = [*lookup_buckets(length, place, shares, same)]
             chances = self._shared.rates.survival(buckets)
             proposal = Found(result, chances, PLACES[place], buckets[: len(chances)])
@@ -146,23 +133,23 @@ class Lookup:
     def _matches(
         self, tokens: Sequence[int]
     ) -> list[tuple[Match, int, SuffixAutomaton]]:
-        """Return the longest match of each place that has one."""
+        """Return the longest match of each place that has one, the longest first."""
         assert self._text is not None
         young, old = self._shared.history.generations
-        text = self._text.automaton
-        places = [
+        text, result = self._text.automaton, []
+        if self._text.complete:  # else the index lacks the end of the text
+            result.append((text.with_successor(text.match()), TEXT, text))
+        places = (
             (PREDICTION, self._prediction.automaton),
             (HISTORY, young.automaton),
             (HISTORY, old.automaton),
             (DOCUMENT, self._shared.documents),
-        ]
-        result = []
-        if self._text.complete:  # else the index lacks the end of the text
-            result.append((text.with_successor(text.match()), TEXT, text))
+        )
         for cursor, (place, automaton) in zip(self._cursors, places, strict=True):
             if automaton.tokens:
                 result.append((cursor.move(automaton, tokens), place, automaton))
-        return [each for each in result if each[0] is not NO_MATCH]
+        result = [each for each in result if each[0].length]
+        return sorted(result, key=lambda each: each[0].length, reverse=True)
 
     def _judge(self, tokens: Sequence[int]) -> None:
         """Compare the last proposal with the tokens that came since, and learn."""
@@ -173,13 +160,6 @@ class Lookup:
         self._shared.rates.note(result.buckets[: len(actual)], right)
 
 
-def _length(match: tuple[Match, int, SuffixAutomaton]) -> int:
-    return match[0].length
-
-
 def _agreeing(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the common beginning of two lists."""
-    for index, (token, other) in enumerate(zip(tokens, others, strict=False)):
-        if token != other:
-            return index
-    return min(len(tokens), len(others))
+    return [*map(eq, tokens, others), False].index(False)

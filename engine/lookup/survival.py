@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 PLACES = ("text", "prediction", "history", "document")
 # The longest match of each bucket of lengths; the last bucket has no limit.
 _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
-_LENGTH_OF = [bisect_left(_LENGTHS, length) for length in range(_LENGTHS[-1] + 2)]
 # Buckets of shares: unknown; 1 of 1, all of 2 or 3, all of more; below 1, by fifths.
 _SHARES = 9
 # Buckets of `others`: whether the matches of all other places agree up to this token;
@@ -35,47 +34,34 @@ class AcceptanceRates:
         rates.survival(range(2))            # [r0, r0 r1]
 
     The defaults are for buckets that are positions in the drafts of a model or head.
-
-    Args:
-        size: the number of buckets.
-        first: the first rate of a bucket.
-        weight: the number of tokens that the first rate counts as.
-        window: about how many tokens a rate is averaged over.
     """
 
     def __init__(
         self,
-        size: int = 32,
-        first: float = 0.7,
-        weight: float = 5.0,
-        window: float = 40.0,
+        size: int = 32,  # the number of buckets
+        first: float = 0.7,  # the first rate of a bucket
+        weight: float = 5.0,  # the number of tokens that the first rate counts as
+        window: float = 40.0,  # about how many tokens a rate is averaged over
     ) -> None:
         self._hits = array("d", [first * weight]) * size
         self._tries = array("d", [weight]) * size
         self._keep = 1 - 1 / window
 
     def survival(self, buckets: Iterable[int]) -> list[float]:
-        """Return for each token the probability that all tokens up to it are accepted.
-
-        Improbable last tokens are left out.
-        """
-        hits, tries, chance, result = self._hits, self._tries, 1.0, []
+        """Return the survival of each token; improbable last tokens are left out."""
+        chance, result = 1.0, list[float]()
         for bucket in buckets:
-            chance *= hits[bucket] / tries[bucket]
+            chance *= self._hits[bucket] / self._tries[bucket]
             result.append(chance)
             if chance < LEAST_SURVIVAL:
                 break
         return result
 
     def note(self, buckets: Sequence[int], right: float) -> None:
-        """Learn that the first `right` tokens of a draft were accepted.
-
-        Tokens after the first rejected one are not counted.
-        """
-        hits, tries, keep = self._hits, self._tries, self._keep
+        """Learn that the first `right` tokens of a draft were accepted."""
         for index, bucket in enumerate(buckets[: int(right) + 1]):
-            tries[bucket] = tries[bucket] * keep + 1
-            hits[bucket] = hits[bucket] * keep + (index < right)
+            self._tries[bucket] = self._tries[bucket] * self._keep + 1
+            self._hits[bucket] = self._hits[bucket] * self._keep + (index < right)
 
 
 def lookup_rates() -> AcceptanceRates:
@@ -85,24 +71,21 @@ def lookup_rates() -> AcceptanceRates:
 
 
 def lookup_buckets(
-    length: int, place: int, shares: Iterable[tuple[int, int]], same: int | None
+    length: int,  # of the match
+    place: int,  # the index of its place in `PLACES`
+    shares: Iterable[tuple[int, int]],  # of each token, see `SuffixAutomaton.shares`
+    # The number of first tokens with which the matches of all other places continue
+    # too; None: no other place has a match
+    same: int | None,
 ) -> Iterator[int]:
-    """Yield the bucket of each looked-up token.
-
-    Args:
-        length: the length of the match.
-        place: the index of its place in `PLACES`.
-        shares: for each token, how often it followed, and how often any token followed.
-        same: the number of first tokens with which the matches of all other places
-            continue too; None: no other place has a match.
-    """
+    """Yield the bucket of each looked-up token."""
     for index, (count, total) in enumerate(shares):
         if count < total:
-            row = 4 + min(4, 5 * count // total)
+            share = 4 + min(4, 5 * count // total)
         else:
-            row = min(total, 2) if total < 4 else 3
-        by_length = _LENGTH_OF[min(length + index, len(_LENGTH_OF) - 1)]
-        bucket = ((by_length * len(PLACES) + place) * _SHARES + row) * 3
+            share = min(total, 2) if total < 4 else 3
+        row = bisect_left(_LENGTHS, length + index) * len(PLACES) + place
+        bucket = (row * _SHARES + share) * 3
         if same is not None:
             bucket += AGREES if index < same else DIFFERS
         yield bucket

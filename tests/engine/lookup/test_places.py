@@ -11,9 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation.engine.lookup.automaton import BREAK, NO_MATCH, SuffixAutomaton
-from mlx_speculation.engine.lookup.history import BEFORE, AnswerHistory, TextPool
 from mlx_speculation.engine.lookup.lookup import Found, Lookup, SharedPlaces
-from mlx_speculation.engine.lookup.places import CHUNK, Cursor, GrowingIndex
+from mlx_speculation.engine.lookup.places import (
+    BEFORE,
+    CHUNK,
+    AnswerHistory,
+    Cursor,
+    GrowingIndex,
+    TextPool,
+)
 
 tokens_of = st.lists(st.integers(0, 3), max_size=40)
 
