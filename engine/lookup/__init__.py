@@ -1,8 +1,7 @@
 """The prompt-lookup drafter: proposes tokens that followed the same tokens before.
 
     drafter     the draft that a user passes, and its drafter of one stream
-    lookup      the longest match over all places
-    places      the texts and answers to search, and their growing indexes
+    lookup      the places to search, and the longest match over all of them
     survival    the probability that drafted tokens are accepted, learnt from drafts
     automaton   an index of all substrings
 

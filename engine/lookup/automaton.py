@@ -10,8 +10,7 @@ Thus the link of the last state leads to the longest suffix that occurred before
 
 A new token changes the end and the count of each state on the path of links from the
 last state. In a long run of one token this path is as long as the run, so it is cut.
-States beyond the cut keep an earlier end, which is also valid, and a count that is too
-low.
+States beyond the cut keep an earlier end, which is valid, and a count that is too low.
 """
 
 from array import array
@@ -43,20 +42,16 @@ class SuffixAutomaton:
 
     A token adds at most 2 states of 24 bytes, and entries of dictionaries for states
     with several transitions.
-
-    Attributes:
-        tokens: the indexed tokens, int32, with `BREAK` after each document.
     """
 
     def __init__(self, *, walk: int = LONGEST_WALK) -> None:
-        self.tokens = array("i")
+        self.tokens = array("i")  # the indexed ones, with `BREAK` after each document
         self._walk = walk
         self._last = 0
         # One value per state; 0 is the root.
         self._length = array("i", [0])
         self._link = array("i", [-1])
-        # The end of the latest occurrence before a token; 0: there is none
-        self._end = array("i", [0])
+        self._end = array("i", [0])  # of its latest occurrence before a token; 0: none
         self._count = array("i", [0])  # occurrences before a token or a BREAK
         # The first transition of each state, mostly the only one; others are in _more.
         self._token = array("i", [_NOTHING])
@@ -105,8 +100,7 @@ class SuffixAutomaton:
         """Return at most `count` tokens that followed the latest occurrence of a state.
 
         They end before a `BREAK`. If the indexed tokens end first, the result is
-        repeated, as if each copied token were appended to them: with a b c a b c
-        indexed, and a state whose end is 3, the result is a b c a b c ...
+        repeated: with a b c a b c indexed, a state that ends at 3 gives a b c a b c ...
         """
         end = self._end[state]
         result = self.tokens[end : end + count].tolist()
@@ -119,8 +113,8 @@ class SuffixAutomaton:
     def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield how often each token followed, and how often any token followed.
 
-        Each token is counted after the state and the tokens before it. If a token never
-        followed these, both numbers are 0, for it and for all tokens behind it.
+        Each token is counted after the state and the tokens before it. Both numbers are
+        0 for a token that never followed these, and for all tokens behind it.
         """
         for index, token in enumerate(tokens):
             total, state = self._count[state], self._next(state, token)
@@ -145,13 +139,13 @@ class SuffixAutomaton:
         """Add the state of the whole text with its new last token."""
         link, length = self._link, self._length
         state, new = self._last, len(length)
+        self._last = new
         length.append(length[state] + 1)
         link.append(0)
         self._end.append(0)
         self._count.append(0)
         self._token.append(_NOTHING)
         self._target.append(0)
-        self._last = new
         while state >= 0 and (target := self._next(state, token)) < 0:
             self._set(state, token, new)
             state = link[state]

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.engine.argument_checks import checked_count
-from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
+from mlx_speculation.engine.drafters.base import Choose, Drafter, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDraft
 from mlx_speculation.engine.drafters.draft import Draft, DraftOptions, members_of
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
@@ -27,9 +27,7 @@ class LookupDraft(Draft):
         generator = SpeculativeGenerator(model, tokenizer, draft=LookupDraft())
 
     A lookup takes the longest match in the text, the stream's `prediction`, earlier
-    answers, or the documents. It learns how often its tokens are accepted; with the
-    adaptive draft length it drafts only tokens that pay for their rows, see
-    `engine.draft_length.rule`. Streams share all but texts and predictions.
+    answers, or the documents. Streams share all but texts and predictions.
 
     Args:
         corpus: documents to search, each a list of token ids of the target's
@@ -87,8 +85,7 @@ class LookupDrafter(OpenDrafter):
 
     def begin(self, sequence: Sequence) -> None:
         """Index the rest of the prompt."""
-        lookup = self._of(sequence)
-        while not lookup.read_ahead(sequence.tokens):
+        while not self._of(sequence).read_ahead(sequence.tokens):
             pass
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
@@ -118,25 +115,24 @@ def measured_draft(draft: Draft | None) -> Draft:
     return others[0] if others else ConstantDraft()
 
 
-class ConstantDraft(Draft):
-    """A substitute for lookups, whose drafters propose the last token repeatedly."""
+class ConstantDraft(Draft, Drafter):
+    """A substitute for lookups that proposes the last token repeatedly.
+
+    Forwards of the target cost the same for all tokens.
+    """
 
     kind = "filler"
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> "ConstantDrafter":
-        """Return the drafter of one stream."""
-        return ConstantDrafter()
-
-
-class ConstantDrafter(OpenDrafter):
-    """Proposes the last token repeatedly."""
+    ) -> Drafter:
+        """Return the draft itself, which has no state."""
+        return self
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose `limit` tokens."""
         tokens = mx.array(sequence.tokens[-1:] * limit, mx.uint32)
-        return Proposal(tokens, source=ConstantDraft.kind)
+        return Proposal(tokens, source=self.kind)
 
 
 def _checked_ids(number: int, document: Any) -> list[int]:

@@ -2,21 +2,20 @@
 
 The places are the text itself, a prediction of the answer, answers of earlier requests
 and documents. The longest match wins; among equally long ones the place named first
-wins, and within a place the latest match.
+wins, and within a place the latest match. Each place has an index that grows.
 """
 
 import threading
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from operator import eq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mlx_speculation.engine.lookup.automaton import BREAK, Match, SuffixAutomaton
-from mlx_speculation.engine.lookup.places import (
-    CHUNK,
-    AnswerHistory,
-    Cursor,
-    GrowingIndex,
-    TextPool,
+from mlx_speculation.engine.lookup.automaton import (
+    BREAK,
+    NO_MATCH,
+    Match,
+    SuffixAutomaton,
 )
 from mlx_speculation.engine.lookup.survival import (
     PLACES,
@@ -27,6 +26,118 @@ from mlx_speculation.engine.lookup.survival import (
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
 # The largest number of tokens of finished texts that stay indexed.
 TEXTS = 1 << 18
+# The largest number of tokens indexed at once. Other requests wait 8 ms for it.
+CHUNK = 2048
+# A cursor that has to start anew looks up only so many of the text's last tokens.
+LONGEST_SEARCH = 64
+# The number of tokens before an answer to keep, so that its first token has a match.
+BEFORE = 8
+
+
+class GrowingIndex:
+    """An index of a list of tokens that grows at its end."""
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens: Any = tokens  # its owner may extend or replace it
+        self.automaton = SuffixAutomaton()  # of the first tokens, or of all
+
+    def catch_up(self, limit: int = CHUNK) -> int:
+        """Index at most `limit` new tokens, in 3 microseconds each; return how many."""
+        if len(self.automaton.tokens) > len(self.tokens):
+            self.automaton = SuffixAutomaton()
+        done = len(self.automaton.tokens)
+        new = self.tokens[done : done + limit]
+        for token in new:
+            self.automaton.append(token)
+        return len(new)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether all of the tokens are indexed."""
+        return len(self.automaton.tokens) == len(self.tokens)
+
+
+class Cursor:
+    """The longest match of a text's last tokens in an index."""
+
+    def __init__(self) -> None:
+        self._automaton: SuffixAutomaton | None = None
+        self._size = self._seen = 0  # lengths of the index and of the text
+        self._match = NO_MATCH
+
+    def move(self, automaton: SuffixAutomaton, tokens: Sequence[int]) -> Match:
+        """Follow a text to its end; return the longest match that has a successor.
+
+        In a changed index, only the last `LONGEST_SEARCH` tokens are searched for.
+        """
+        begin, size = len(tokens) - LONGEST_SEARCH, len(automaton.tokens)
+        same = self._automaton is automaton and self._size == size
+        if not same or self._seen < begin:
+            self._match, self._seen = NO_MATCH, max(0, begin)
+        for token in tokens[self._seen :]:
+            self._match = automaton.follow(self._match, token)
+        self._automaton, self._size, self._seen = automaton, size, len(tokens)
+        return automaton.with_successor(self._match)
+
+
+class AnswerHistory:
+    """Keeps answers, each with a few tokens before it, and drops the oldest.
+
+    Prompts are not kept: an agent's prompt repeats most of the agent's last prompt. A
+    full young generation replaces the old one. Thus at least half of `limit` tokens are
+    kept, and no token is indexed twice.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._half = limit // 2
+        # The young one and the old one, each of at most half the limit
+        self.generations = GrowingIndex(array("i")), GrowingIndex(array("i"))
+
+    def add(self, tokens: Sequence[int], answer: int) -> None:
+        """Keep `tokens[answer:]`, or its last tokens; requests index it later."""
+        if self._half < 2 or answer >= len(tokens):
+            return  # there is no room, or no answer
+        document = array("i", [*tokens[max(0, answer - BEFORE) :], BREAK])
+        document = document[-self._half :]
+        young, _ = self.generations
+        if len(young.tokens) + len(document) > self._half:
+            self.generations = GrowingIndex(document), young
+        else:
+            young.tokens += document
+
+
+class TextPool:
+    """Indexes of finished texts, for a later turn that continues one of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit  # of all indexed tokens; the oldest texts are dropped
+        self._indexes: list[GrowingIndex] = []  # the newest index first
+
+    def take(self, tokens: Sequence[int]) -> GrowingIndex:
+        """Remove the index of the longest text that begins `tokens`, or make one."""
+        for index in sorted(self._indexes, key=_size, reverse=True):
+            if _begins(tokens, index.automaton.tokens):
+                self._indexes.remove(index)
+                return index
+        return GrowingIndex()
+
+    def give(self, index: GrowingIndex) -> None:
+        """Keep the index of a finished text."""
+        self._indexes.insert(0, index)
+        while sum(map(_size, self._indexes)) > self._limit:
+            self._indexes.pop()
+
+
+def _size(index: GrowingIndex) -> int:
+    return len(index.automaton.tokens)
+
+
+def _begins(tokens: Sequence[int], kept: "array[int]") -> bool:
+    """Return whether `tokens` begin with `kept`; compare the end of `kept` first."""
+    size, near = len(kept), max(0, len(kept) - 64)
+    if not 0 < size <= len(tokens) or array("i", tokens[near:size]) != kept[near:]:
+        return False
+    return array("i", tokens[:near]) == kept[:near]
 
 
 class Found(NamedTuple):
@@ -47,11 +158,6 @@ class SharedPlaces:
     Args:
         documents: lists of token ids.
         history: the largest number of tokens of earlier answers.
-
-    Attributes:
-        lock: held while a request reads or changes these, since streams may run in
-            several threads. Reentrant: garbage collection may end a stream during a
-            call of the same thread.
     """
 
     def __init__(
@@ -59,6 +165,8 @@ class SharedPlaces:
     ) -> None:
         self.history, self.texts = AnswerHistory(history), TextPool(TEXTS)
         self.rates = lookup_rates()
+        # Held while a request reads or changes these, since streams may run in several
+        # threads. Garbage collection may end a stream during a call of the same thread
         self.lock = threading.RLock()
         self.documents = SuffixAutomaton()
         for document in documents:
@@ -67,15 +175,11 @@ class SharedPlaces:
 
 
 class Lookup:
-    """The lookup of one request.
+    """The lookup of one request, with the tokens of an expected answer.
 
     A call of `propose` indexes at most one chunk of new tokens, follows at most
     `LONGEST_FALL` links for each new token and place, and copies `limit` tokens of each
     place.
-
-    Args:
-        shared: the places and rates that requests share.
-        prediction: the tokens of an expected answer.
     """
 
     def __init__(self, shared: SharedPlaces, prediction: Sequence[int] = ()) -> None:
@@ -86,11 +190,7 @@ class Lookup:
         self._unjudged = 0, NOTHING_FOUND  # the last proposal, and where it begins
 
     def read_ahead(self, tokens: Sequence[int], limit: int = CHUNK) -> bool:
-        """Index at most `limit` new tokens.
-
-        Returns:
-            Whether all tokens are indexed; else only the indexed part is searched.
-        """
+        """Index at most `limit` new tokens; return whether all tokens are indexed."""
         with self._shared.lock:
             if self._text is None:
                 self._text = self._shared.texts.take(tokens)
@@ -105,9 +205,10 @@ class Lookup:
         with self._shared.lock:
             self._judge(tokens)
             self.read_ahead(tokens)
-            matches = self._matches(tokens)
+            matches = [each for each in self._matches(tokens) if each[0].length]
             if not matches:
                 return NOTHING_FOUND
+            matches.sort(key=lambda each: each[0].length, reverse=True)
             (length, state), place, automaton = matches[0]
             result = automaton.continuation(state, limit)
             ahead = [
@@ -132,13 +233,12 @@ class Lookup:
 
     def _matches(
         self, tokens: Sequence[int]
-    ) -> list[tuple[Match, int, SuffixAutomaton]]:
-        """Return the longest match of each place that has one, the longest first."""
+    ) -> Iterator[tuple[Match, int, SuffixAutomaton]]:
+        """Yield the longest match of each place, with the place and its index."""
         assert self._text is not None
-        young, old = self._shared.history.generations
-        text, result = self._text.automaton, []
+        text, (young, old) = self._text.automaton, self._shared.history.generations
         if self._text.complete:  # else the index lacks the end of the text
-            result.append((text.with_successor(text.match()), TEXT, text))
+            yield text.with_successor(text.match()), TEXT, text
         places = (
             (PREDICTION, self._prediction.automaton),
             (HISTORY, young.automaton),
@@ -147,9 +247,7 @@ class Lookup:
         )
         for cursor, (place, automaton) in zip(self._cursors, places, strict=True):
             if automaton.tokens:
-                result.append((cursor.move(automaton, tokens), place, automaton))
-        result = [each for each in result if each[0].length]
-        return sorted(result, key=lambda each: each[0].length, reverse=True)
+                yield cursor.move(automaton, tokens), place, automaton
 
     def _judge(self, tokens: Sequence[int]) -> None:
         """Compare the last proposal with the tokens that came since, and learn."""

@@ -1,8 +1,9 @@
 """The probability that drafted tokens are accepted, learnt from earlier drafts.
 
 Each token of a draft belongs to a bucket, which has an acceptance rate. The probability
-that tokens 1 to i are all accepted is the product of their rates. For a model or a
-head, the bucket is the token's position in the draft; for a lookup, it is made of
+that tokens 1 to i are all accepted, the survival of token i, is the product of their
+rates. For a model or a head, the bucket is the token's position in the draft. For a
+lookup, it is made of
 
     length   the length of the match, plus the number of proposed tokens before this one
     place    the place of the match, such as the text or a document
@@ -19,8 +20,7 @@ PLACES = ("text", "prediction", "history", "document")
 _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
 # Buckets of shares: unknown; 1 of 1, all of 2 or 3, all of more; below 1, by fifths.
 _SHARES = 9
-# Buckets of `others`: whether the matches of all other places agree up to this token;
-# 0: no other place has a match.
+# Buckets of `others`; 0: no other place has a match.
 AGREES, DIFFERS = 1, 2
 # A draft ends at this survival: a token of lower survival is not worth its row.
 LEAST_SURVIVAL = 1 / 64

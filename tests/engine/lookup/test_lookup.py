@@ -13,7 +13,7 @@ from mlx_lm.utils import save_config, save_model
 from mlx_speculation import InvalidRequestError, LookupDraft, SpeculativeGenerator
 from mlx_speculation.engine import Drafter, Proposal
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
-from mlx_speculation.engine.lookup.places import CHUNK
+from mlx_speculation.engine.lookup.lookup import CHUNK
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.samplers import Choice, Rows
 from support.models.tiny_models import TINY_MODELS, build

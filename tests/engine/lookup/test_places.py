@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation.engine.lookup.automaton import BREAK, NO_MATCH, SuffixAutomaton
-from mlx_speculation.engine.lookup.lookup import Found, Lookup, SharedPlaces
-from mlx_speculation.engine.lookup.places import (
+from mlx_speculation.engine.lookup.lookup import (
     BEFORE,
     CHUNK,
     AnswerHistory,
     Cursor,
+    Found,
     GrowingIndex,
+    Lookup,
+    SharedPlaces,
     TextPool,
 )
 
