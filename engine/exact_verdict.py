@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import mlx.nn as nn
 
 from mlx_speculation.caches import FixedShape
-from mlx_speculation.engine.draft_length.cost_store import machine
+from mlx_speculation.engine.draft_length.costs import machine
 from mlx_speculation.engine.drafters.draft import shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.measured_file import MeasuredFile

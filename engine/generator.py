@@ -15,8 +15,7 @@ from mlx_speculation.engine.calibrate import (
     follow,
 )
 from mlx_speculation.engine.config import make_config
-from mlx_speculation.engine.draft_length.calibration import PartsTable
-from mlx_speculation.engine.draft_length.costs import CostTable
+from mlx_speculation.engine.draft_length.costs import CostTable, PartsTable
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.drafters.resolve import find_draft
@@ -189,7 +188,7 @@ class SpeculativeGenerator:
     @property
     def round_parts(self) -> PartsTable:
         """Median seconds of a round's parts, by context bucket and draft length."""
-        return self._setup.lengths.parts
+        return self._setup.lengths.calibrated().measured
 
     def calibrate(
         self, contexts: SequenceOf[int] = (64,), *, progress: Progress | None = None

@@ -4,8 +4,8 @@
     rule                        the adaptive rule: expected tokens against seconds
     ruled, batched              the rule for a stream, and for a batch
     policy_factory              makes the policy of a stream or a batch
-    costs                       seconds of rounds
-    calibration, cost_store     measurement and storage of the costs of a source
+    costs                       sources of drafts, with the seconds of their rounds
+    calibration                 measurement of costs before they are needed
 
 A policy calls no model and sees no token.
 """

@@ -22,10 +22,6 @@ class Option:
         """Expected tokens per second."""
         return self.tokens / self.seconds
 
-    def worth(self, rate: float) -> float:
-        """Return the expected tokens minus `rate` times the expected seconds."""
-        return self.tokens - rate * self.seconds
-
     def __str__(self) -> str:
         return f"{self.length}: {self.tokens:.2f} in {self.seconds * 1e3:.1f} ms"
 
@@ -45,16 +41,15 @@ class Compared:
     @property
     def drawback(self) -> str:
         """The reason why this source does not draft."""
+        name, steps = self.name, f"{self.credit:.1f} steps"
         if not self.survival:
-            return f"{self.name} has no proposal"
+            return f"{name} has no proposal"
         if self.credit <= 0:
-            return f"{self.name} has no credit ({self.credit:.1f} steps)"
+            return f"{name} has no credit ({steps})"
         if not self.options:
-            credit = f"credit {self.credit:.1f} steps"
-            return f"drafts of {self.name} take too long ({credit})"
+            return f"drafts of {name} take too long (credit {steps})"
         best = max(self.options, key=lambda option: option.speed)
-        seconds = f"{best.seconds * 1e3:.1f} ms"
-        return f"{self.name}: {best.tokens:.2f} tokens in {seconds}"
+        return f"{name}: {best.tokens:.2f} tokens in {best.seconds * 1e3:.1f} ms"
 
     def __str__(self) -> str:
         survival = " ".join(f"{chance:.2f}" for chance in self.survival)
@@ -82,12 +77,11 @@ class Plan:
     seconds: float = 0.0  # of a plain step
 
     def __str__(self) -> str:
-        said = f"draft {self.length} ({self.reason})"
-        if not self.compared:
-            return said
-        compared = [str(Option(0, 1.0, self.seconds)), *map(str, self.compared)]
         by = "" if self.source is None else f" by {self.source.name}"
-        return f"{said}{by}  {' | '.join(compared)}"
+        said = f"draft {self.length} ({self.reason}){by}"
+        plain = Option(0, 1.0, self.seconds)
+        compared = " | ".join(map(str, (plain, *self.compared)))
+        return f"{said}  {compared}" if self.compared else said
 
     @property
     def declined(self) -> bool:
@@ -110,23 +104,18 @@ class Feedback:
     drafted: int  # drafted tokens, possibly fewer than planned
     accepted: float  # accepted tokens before any cut; in a batch, the mean
     seconds: float  # of the round, including drafting
-    # Whether a plain step was in flight when the round began. A round with drafts then
-    # includes the token of that step, and the rest of the step's time
+    # Whether a plain step was in flight before; its token and the rest of its time are
+    # then parts of a round with drafts
     behind: bool = False
     ahead: bool = False  # whether the round has left a plain step in flight
     parts: RoundSeconds = NO_TIME  # the seconds by part
     fresh: bool = False  # whether it was the first round of its shape, which is slow
-    # Seconds in which the drafter read the prompt before this round, not included in
-    # `seconds`; 0 except in the first round with a draft
+    # Seconds in which the drafter read the prompt, not included in `seconds`
     reading: float = 0.0
 
     @property
     def steady(self) -> bool:
-        """Return whether the round is a plain step between two others.
-
-        On a CPU, which computes a step while submitting it, the first of several plain
-        steps takes the time of two, and the last one takes hardly any.
-        """
+        """Return whether the round is a plain step between two others."""
         return self.drafted == 0 and self.behind and self.ahead
 
 
@@ -135,9 +124,9 @@ class DraftLengthPolicy(Protocol):
     """Decides the draft lengths of one stream.
 
     The calls alternate: `plan`, then `note` for the round that followed the plan. But
-    during a plain step, `plan` is called for the next round before `note`. A failed
-    round is not reported to `note`; the next round follows the plan of the failed one.
-    In a batch, plans are dropped and made again when requests join or leave.
+    during a plain step, `plan` is called for the next round before `note`. After a
+    failed round, `note` is not called, and the next round follows the same plan. In a
+    batch, plans are dropped and made again when requests join or leave.
     """
 
     @property

@@ -1,9 +1,8 @@
 """The rule for the drafts of a batch: one draft length for all requests.
 
-The target's forward has the same number of tokens for each request, so the longest
-draft determines the cost of a round, and shorter ones save nothing. Costs are kept by
-the number of requests, rounded up to a power of two; in a batch that pads its rows, by
-the padded number of rows. Requests with their own draft length keep it.
+The target's forward has the same number of tokens for each request, so shorter drafts
+save nothing. Costs are kept by the number of requests, rounded up to a power of two, or
+by the padded number of rows. Requests with their own draft length keep it.
 """
 
 from collections.abc import Callable
@@ -13,22 +12,25 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback, Plan
-from mlx_speculation.engine.draft_length.cost_store import Source
-from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offered
+from mlx_speculation.engine.draft_length.costs import Source
+from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offers
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 
-_NO_PLAN = Plan(0, "plain")
+Plans = dict[int, Plan]  # by the id of the planner
 
 
 class BatchMember(Protocol):
-    """The attributes of a batch's request that concern its draft length."""
+    """A request of a batch."""
 
-    planner: Any  # plans the request's drafts; set by `BatchDraftLength.take`
+    planner: Any  # plans its drafts; set by `BatchDraftLength.take`
 
     @property
     def policy(self) -> DraftLengthPolicy:
-        """The policy that the request would have in a stream of its own."""
+        """The policy that it would have in a stream of its own."""
         ...
+
+
+Rows = SequenceOf[BatchMember]
 
 
 def row_bucket(rows: int) -> int:
@@ -37,13 +39,7 @@ def row_bucket(rows: int) -> int:
 
 
 class BatchDraftLength:
-    """Decides the draft length of every round of a batch.
-
-    Attributes:
-        rule: the rule; it plans for all requests with adaptive draft lengths.
-        plans: the plans of this round, by the id of each request's planner.
-        bucket: the number of requests under which the costs of this round are kept.
-    """
+    """Decides the draft length of every round of a batch."""
 
     def __init__(
         self,
@@ -53,13 +49,15 @@ class BatchDraftLength:
         longest: int,
     ) -> None:
         self._sources, self._together, self._alone = sources, together, alone
+        # The planner of all requests with adaptive draft lengths
         self.rule = DraftRule(sources(1), together, longest)
-        self.bucket = self._context = 0
-        self.plans: dict[int, Plan] = {}
-        self._next: dict[int, Plan] = {}
+        self.bucket = 0  # the key of the costs of this round
+        self._context = 0
+        self.plans: Plans = {}  # of this round
+        self._next: Plans = {}
 
-    def take(self, rows: SequenceOf[BatchMember]) -> None:
-        """Begin to plan for other requests, and drop the plans."""
+    def take(self, rows: Rows) -> None:
+        """Plan for these requests from now on, and drop the plans."""
         self.plans, self._next = {}, {}
         for row in rows:
             ruled = isinstance(row.policy, RuleDraftLength)
@@ -67,7 +65,7 @@ class BatchDraftLength:
 
     def limits(
         self,
-        rows: SequenceOf[BatchMember],  # all requests
+        rows: Rows,  # all requests
         context: int,  # how many tokens the longest request has in the target's caches
         room: list[int],  # the largest number of tokens that each request may draft
         # The number of rows in the target's forward, if it is padded; None: it is not
@@ -86,76 +84,50 @@ class BatchDraftLength:
             result.append(max(0, most))
         return result
 
-    def early(
-        self, rows: SequenceOf[BatchMember], context: int, room: list[int]
-    ) -> bool:
+    def early(self, rows: Rows, context: int, room: list[int]) -> bool:
         """Plan the round after a plain step; return whether it drafts."""
         self._fill(self._next, rows, context, room)
         # Faster than a generator, which costs a call for each plan
         return any(map(attrgetter("length"), self._next.values()))
 
-    def _fill(
-        self,
-        plans: dict[int, Plan],
-        rows: SequenceOf[BatchMember],
-        context: int,
-        room: list[int],
-    ) -> None:
+    def _fill(self, plans: Plans, rows: Rows, context: int, room: list[int]) -> None:
         """Make a plan with each planner that has no plan yet."""
-        for row, limit in zip(rows, room, strict=True):
-            planner = row.planner
-            if id(planner) in plans:
-                continue
-            if planner is self.rule:
-                plans[id(planner)] = self._planned(rows, context, room)
-            else:
-                plans[id(planner)] = planner.plan(context, limit)
-
-    def _planned(
-        self, rows: SequenceOf[BatchMember], context: int, room: list[int]
-    ) -> Plan:
-        """Return the rule's plan for all requests without a length of their own."""
-        limits, offered = [], []
+        ruled: list[tuple[RuleDraftLength, int]] = []
         for row, limit in zip(rows, room, strict=True):
             if isinstance(row.policy, RuleDraftLength):
-                limits.append(max(0, min(limit, row.policy.longest)))
-                if not self.rule.late:
-                    survivals = row.policy.survivals()
-                    offered.append([each[: limits[-1]] for each in survivals])
-        self._context = context
-        return self.rule.choose(context, max(limits), offered or None)
+                ruled.append((row.policy, max(0, min(limit, row.policy.longest))))
+            elif id(row.planner) not in plans:
+                plans[id(row.planner)] = row.planner.plan(context, limit)
+        if ruled and id(self.rule) not in plans:
+            offers = [
+                [each[:limit] for each in policy.survivals()]
+                for policy, limit in ruled
+                if not self.rule.late
+            ]
+            most, self._context = max(limit for _, limit in ruled), context
+            plans[id(self.rule)] = self.rule.choose(context, most, offers or None)
 
-    def choose(
-        self, context: int, limit: int, offered: Offered, *, behind: bool
-    ) -> Plan:
-        """Return the plan: the source that drafts for all requests, and its length.
-
-        The arguments are those of `DraftRule.choose`, of the longest request, for the
-        largest room, and of the requests without their own draft length.
-        """
-        plan = self.rule.choose(context, limit, offered, behind=behind)
+    def choose(self, context: int, limit: int, offers: Offers, *, behind: bool) -> Plan:
+        """Return the plan for all requests with adaptive draft lengths."""
+        plan = self.rule.choose(context, limit, offers, behind=behind)
         self.plans[id(self.rule)] = plan
         return plan
 
-    def expects(self, rows: SequenceOf[BatchMember]) -> bool:
+    def expects(self, rows: Rows) -> bool:
         """Return whether costly sources would draft if no plain step were in flight."""
         ruled = [p for row in rows if isinstance(p := row.policy, RuleDraftLength)]
-        costly = [policy.survivals() for policy in ruled]
-        return self.rule.expects(self._context, costly)
+        offers = [policy.survivals() for policy in ruled]
+        return self.rule.expects(self._context, offers)
 
     def note(
         self,
-        rows: SequenceOf[BatchMember],
+        rows: Rows,
         context: int,
         drafted: list[int],
         accepted: list[int],
         feedback: Feedback,
     ) -> None:
-        """Learn from a round, given each request's drafted and accepted tokens.
-
-        A round without drafts counts as plain, even if a constraint forced tokens in
-        it: forced tokens come from no source.
-        """
+        """Learn from a round, given each request's drafted and accepted tokens."""
         plans, self.plans, self._next = self.plans, self._next, {}
         common = plans.pop(id(self.rule), None)
         for row, count, right in zip(rows, drafted, accepted, strict=True):
@@ -167,4 +139,6 @@ class BatchDraftLength:
                 planner.sources[common.source.index].rates.note(range(count), right)
         if common is not None:
             mean = replace(feedback, accepted=sum(accepted) / len(rows))
-            self.rule.learn(context, common if any(drafted) else _NO_PLAN, mean)
+            # Tokens that a constraint has forced are in `feedback` alone
+            followed = common if any(drafted) else Plan(0, "plain")
+            self.rule.learn(context, followed, mean)

@@ -4,36 +4,30 @@ from collections import defaultdict
 from statistics import median
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.draft_length.costs import SAMPLES, bucket_of, few_lengths
+from mlx_speculation.engine.draft_length.costs import (
+    SAMPLES,
+    PartsTable,
+    bucket_of,
+    few_lengths,
+)
 from mlx_speculation.engine.timing import RoundSeconds
 
-# Median seconds of a round's parts, by context bucket and draft length; length 0: a
-# plain step.
-PartsTable = dict[int, dict[int, RoundSeconds]]
-# The number of passes over all lengths. With several passes, a busy moment of the
-# machine does not slow all rounds of one length.
+# Several passes over all lengths: a busy moment then does not slow all rounds of one.
 PASSES = 3
 # Rounds of a pass: plain steps, the first and last of which are not counted, then
-# drafts of each length. The first draft is not counted: in it the drafter also reads
-# the tokens of the plain steps.
+# drafts of each length. In the first draft, which is not counted, the drafter also
+# reads the tokens of the plain steps.
 PLAIN_STEPS, DRAFTS = 7, 2
 
 
 class Calibration:
-    """A policy that plans every length; all its rounds count for one context length.
-
-    Attributes:
-        longest: the longest draft.
-        prompt: as many arbitrary tokens as the context is long.
-        rounds: the number of rounds of the calibration.
-        done: the number of rounds that have run.
-    """
+    """A policy that plans every length; all its rounds count for one context length."""
 
     def __init__(self, context: int, longest: int) -> None:
         self.longest, self._context = longest, context
         self.prompt = calibration_prompt(context)
         lengths = _lengths(longest)
-        self.rounds, self.done = len(lengths), 0
+        self.rounds, self.done = len(lengths), 0  # numbers of all and of run rounds
         self._script = iter(lengths)
         self._parts: defaultdict[int, list[RoundSeconds]] = defaultdict(list)
         self._drafted = False

@@ -1,20 +1,33 @@
-"""Costs of rounds, by draft length and context length.
+"""Costs of rounds, by draft length and context length, and the sources they belong to.
 
-The cost of a draft length is the median of its last rounds, so that one slow round has
-no effect. Costs between measured lengths are interpolated. Beyond these lengths, costs
-are assumed to grow at half the mean slope: a length whose cost is assumed too low is
-tried, and its cost corrected. Costs that are not measured again are dropped: a cost
-that is too high would end drafting.
+The cost of a draft length is the median of its last rounds. Costs between measured
+lengths are interpolated. Beyond these lengths, costs are assumed to grow at half the
+mean slope: a length whose cost is assumed too low is tried, and its cost corrected.
+Costs that are not measured again are dropped: too high a cost would end drafting.
+
+Calibrated times have a file for each machine, mlx version, target and draft. What
+streams learn is not stored: measurements of a busy machine would be used long after.
 """
 
+import math
+import os
+import platform
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from itertools import pairwise
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from mlx_speculation.models import row_size
+import mlx.core as mx
+
+from mlx_speculation.blas import blas_in_use
+from mlx_speculation.engine.lookup.survival import AcceptanceRates
+from mlx_speculation.engine.timing import RoundSeconds
+from mlx_speculation.measured_file import MeasuredFile
+from mlx_speculation.models import PART_SIZES, row_size
 
 # The median of a length is taken over this many of its last rounds.
 SAMPLES = 9
@@ -27,8 +40,12 @@ GUESSED_SHARE = 0.25
 # Contexts up to this length cost about the same; each doubling is one more bucket.
 SHORT_CONTEXT = 512
 
+_VERSION = 8  # of the files
+
 T = TypeVar("T")
+# Seconds by context bucket and draft length: of rounds, and of the parts of rounds.
 CostTable = dict[int, dict[int, float]]
+PartsTable = dict[int, dict[int, RoundSeconds]]
 
 
 @cache
@@ -43,21 +60,16 @@ def bucket_of(context: int) -> int:
 
 
 class RoundCosts:
-    """Seconds of rounds by context bucket and draft length; 0 is a steady plain step.
-
-    Args:
-        measured: a `table` that this process measured.
-        kept: a `table` of an earlier process, or of a similar batch. Its ratios between
-            lengths are used for lengths that are not measured yet.
-    """
+    """Seconds of rounds by bucket and draft length; length 0 is a steady plain step."""
 
     def __init__(
         self, measured: CostTable | None = None, kept: CostTable | None = None
     ) -> None:
-        # Seconds that the drafter needs to read a prompt token; 0: not known
-        self.reading = 0.0
+        self.reading = 0.0  # seconds of reading a prompt token; 0: not known
+        # A table of an earlier process, or of a similar batch. Its ratios between
+        # lengths are used for lengths that are not measured yet
         self.kept = dict(kept or {})
-        # The last rounds of each bucket and length, and the medians of all buckets
+        # The last rounds of each bucket and length, and their medians
         self._samples: dict[tuple[int, int], deque[float]] = {}
         self._medians: CostTable = {}
         self._rounds = 0
@@ -130,6 +142,55 @@ class RoundCosts:
         return _line(known, longest)
 
 
+@dataclass(slots=True, eq=False)
+class Source:
+    """A source of drafts for one target: costs of its rounds, and its acceptance."""
+
+    costs: RoundCosts = field(default_factory=RoundCosts)  # which streams measure
+    # Acceptance by position in the draft, which streams learn
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    free: bool = False  # its proposals cost nothing, and precede the rule's choice
+    name: str = "draft"  # the kind of its drafts
+    measured: PartsTable = field(default_factory=dict)  # times of calibrated rounds
+    # How many layers a round's forward submits at once; None: not measured
+    part: int | None = None
+    # Stores the calibrated times; None: they are not stored
+    file: MeasuredFile | None = None
+
+    @classmethod
+    def read(
+        cls, key: dict[str, Any] | None, *, free: bool = False, name: str = "draft"
+    ) -> "Source":
+        """Return a source with the costs stored under a key; None: no stored costs."""
+        key = key and {"machine": machine(), **key}
+        file = MeasuredFile(
+            "costs", _VERSION, key, "The cost of rounds is measured again."
+        )
+        measured, part = file.read(_parsed) or ({}, None)
+        costs = RoundCosts(kept=_totals(measured))
+        return cls(costs, free=free, name=name, measured=measured, part=part, file=file)
+
+    def take(self, measured: PartsTable) -> CostTable:
+        """Learn from a calibration, and write the file; return all known costs."""
+        self.costs.take(_totals(measured))
+        self.measured |= measured
+        if self.file is not None:
+            self.file.write({"parts": self.measured, "part": self.part})
+        return self.costs.table()
+
+
+def machine() -> dict[str, Any]:
+    """Return the properties of this machine that its speed depends on."""
+    return {
+        "mlx": version("mlx"),
+        "device": str(mx.default_device()),
+        "name": mx.device_info().get("device_name", ""),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "blas": blas_in_use() if mx.default_device() == mx.cpu else "",
+    }
+
+
 def _nearest(known: Mapping[int, T], bucket: int) -> T | None:
     """Return the value of the nearest bucket; None: there is none."""
     nearest = min(known, key=lambda b: (abs(b - bucket), b), default=None)
@@ -148,3 +209,29 @@ def _line(known: Sequence[tuple[int, float]], longest: int) -> list[float]:
         rise = max(0.0, (at_last - known[0][1]) / last / 2)
     result += [at_last + rise * n for n in range(longest - last + 1)]
     return result[: longest + 1]
+
+
+def _totals(measured: PartsTable) -> CostTable:
+    """Return the seconds of whole rounds."""
+    return {
+        bucket: {length: one.total for length, one in each.items()}
+        for bucket, each in measured.items()
+    }
+
+
+def _parsed(fields: Any) -> tuple[PartsTable, int | None]:
+    """Return the times and the part of a file; raise ValueError if out of range."""
+    measured = {
+        int(bucket): {int(n): RoundSeconds._make(one) for n, one in each.items()}
+        for bucket, each in fields["parts"].items()
+    }
+    rounds = [one for each in measured.values() for one in each.values()]
+    if not all(0 <= part < math.inf for one in rounds for part in one):
+        raise ValueError("the seconds of a part of a round are negative or infinite")
+    if not all(one.total for one in rounds):
+        raise ValueError("a round has a time of 0 seconds")
+    if any(each and min(each) != 0 for each in measured.values()):
+        raise ValueError("the cost of a plain step is missing")
+    if fields["part"] not in (None, *PART_SIZES):
+        raise ValueError(f"part is {fields['part']}, not one of {PART_SIZES}")
+    return measured, fields["part"]

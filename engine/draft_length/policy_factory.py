@@ -9,29 +9,18 @@ from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
-from mlx_speculation.engine.draft_length.calibration import PartsTable
-from mlx_speculation.engine.draft_length.cost_store import Source
+from mlx_speculation.engine.draft_length.costs import Source
 from mlx_speculation.engine.draft_length.rule import BATCH_CREDIT, Credit
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import usual_part
 
-# The longest adaptive draft. In repetitive greedy text longer drafts would be accepted
-# too, but each drafted token adds to the time of the target's forward.
-LONGEST = 16
+LONGEST = 16  # the longest adaptive draft
 
 
 class PolicyFactory:
-    """Makes a policy for each stream.
-
-    Args:
-        model: the target.
-        draft: the draft; None: plain decoding.
-        usual: the draft length of streams that pass none; None: adaptive.
-        shape: the fixed shape of exact mode; None: not in exact mode.
-        others: other options of the generator on which costs depend, in JSON types.
-            With trees, the draft length is the number of levels.
+    """Makes a policy for each stream. With trees, draft lengths are numbers of levels.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -39,12 +28,12 @@ class PolicyFactory:
 
     def __init__(
         self,
-        model: nn.Module,
-        draft: Draft | None,
-        usual: int | None,
+        model: nn.Module,  # the target
+        draft: Draft | None,  # None: plain decoding
+        usual: int | None,  # the length of streams that pass none; None: adaptive
         *,
-        shape: FixedShape | None = None,
-        **others: Any,
+        shape: FixedShape | None = None,  # of exact mode
+        **others: Any,  # other options on which costs depend, in JSON types
     ) -> None:
         self.usual = _checked(usual, "draft_length")
         self._model, self._draft = model, draft
@@ -66,8 +55,7 @@ class PolicyFactory:
             most: the longest draft; None: the policy alone decides.
 
         Raises:
-            InvalidRequestError: an argument is not a number of tokens, or `length` is a
-                policy and `most` was passed too.
+            InvalidRequestError: an argument is no number, or a policy came with `most`.
         """
         most = _checked(most, "max_draft")
         if isinstance(length, DraftLengthPolicy):
@@ -94,8 +82,7 @@ class PolicyFactory:
         """Return the sources of a batch with this number of rows.
 
         If no batch of this size was measured, the costs are those of the next larger
-        measured batch, which tends to make drafts too short. If no larger batch was
-        measured, the costs are those of the next smaller one.
+        measured batch, or else of the next smaller one.
         """
         result = self.sources(rows)
         sizes = sorted(
@@ -106,11 +93,6 @@ class PolicyFactory:
                 tables = (self._known[n][index].costs.table() for n in sizes)
                 source.costs.kept = next(filter(None, tables), {})
         return result
-
-    @property
-    def parts(self) -> PartsTable:
-        """Median seconds of calibrated rounds by part."""
-        return self.calibrated().measured
 
     @property
     def part(self) -> int:

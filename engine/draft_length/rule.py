@@ -6,17 +6,12 @@ round with n drafted tokens is expected to commit
     E(n) = 1 + s_1 + ... + s_n        tokens in T(n) seconds
 
 The rule maximizes E(n) - rate x T(n), where the rate is the usual number of tokens per
-second. Thus a draft grows as long as the survival of its next token is at least the
-rate times the seconds that this token adds. A free source has made its proposal, with
-a survival for each token; a costly source forecasts the survival. In a batch, which has
-one draft length, E(n) is the mean over the requests.
+second. In a batch, which has one draft length, E(n) is the mean over the requests.
 
-Drafts that are not known to pay are tried, short ones first, on credit: each source has
-a credit, counted in plain steps. The gain of a round over plain steps is added to the
-credit of its source, and a loss is subtracted. Each plain step adds a small share to
-all credits. A source without credit rests until its credit is positive. Hence the
-drafts of a source lose at most the first credit, these shares, and the loss of one more
-round, if no round takes unusually long.
+Each source has a credit, counted in plain steps. A round adds its gain over plain steps
+to the credit of its source, or subtracts its loss; a plain step adds a small share to
+all credits. A source without credit rests. Thus the drafts of a source lose at most the
+first credit, these shares, and the loss of one more round.
 """
 
 from collections import defaultdict
@@ -25,15 +20,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
 from mlx_speculation.engine.draft_length.base import Compared, Feedback, Option, Plan
-from mlx_speculation.engine.draft_length.cost_store import Source
-from mlx_speculation.engine.draft_length.costs import few_lengths
+from mlx_speculation.engine.draft_length.costs import Source, few_lengths
 
-# The first, the largest and the smallest credit, and the share that each plain step
-# adds, all in plain steps. 200 plain steps thus make up for the smallest credit.
+# Credits, and the share that each plain step adds, all in plain steps.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
-# First credit, largest credit and share of a batch. They are small, since the gain of a
-# round varies less there, and a job may end before it has made up for a first loss.
+# The same of a batch. A job may end before it has made up for a first loss.
 BATCH_CREDIT = (0.6, 1.0, 0.01)
 # A length is tried only if a fully accepted draft brings this many times the tokens of
 # plain steps in the same time.
@@ -50,7 +42,7 @@ MEMORY = 500.0
 # The survival of each token. A free source gives none without a proposal.
 Survival = Sequence[float]
 # The survival of each source, for each request.
-Offered = Sequence[Sequence[Survival]]
+Offers = Sequence[Sequence[Survival]]
 
 
 @dataclass(slots=True)
@@ -89,38 +81,29 @@ class Credit:
 class DraftRule:
     """Chooses the source and the length of each round of a stream or a batch.
 
-    Attributes:
-        sources: the sources, which the streams of a generator share.
-        credit: the credit of the sources, which these streams share too.
-        longest: the longest draft.
-        late: whether the rule decides after free sources have proposed.
+    All streams of a generator share the sources and their credit.
     """
 
     def __init__(self, sources: Sequence[Source], credit: Credit, longest: int) -> None:
         self.sources, self.credit, self.longest = sources, credit, longest
+        # Whether the rule decides after free sources have proposed
         self.late = len(sources) > 1 or any(one.free for one in sources)
         self._measure = 1  # plain steps to measure before the next draft
         self._since_plain = 0  # rounds with drafts since a plain step was measured
-        # Seconds of a plain step that began with no step in flight and submitted the
-        # next one; 0: not known
+        # Seconds of the first of several plain steps; 0: not known
         self._cold = 0.0
         self._unread = True  # whether the drafters have yet to read the prompt
 
     def choose(
-        self,
-        context: int,
-        limit: int,
-        offered: Offered | None,
-        *,
-        behind: bool = False,
+        self, context: int, limit: int, offers: Offers | None, *, behind: bool = False
     ) -> Plan:
-        """Return the next round's plan.
+        """Return the next round's plan; see `DraftLengthPolicy`.
 
         Args:
             context: how many tokens the target's caches hold.
             limit: the largest number of tokens that may be drafted.
-            offered: the survivals of the drafts that can be made; None: free sources
-                have not proposed yet, and a plan with drafts has the largest length.
+            offers: the survivals; None: free sources have not proposed yet, and a plan
+                with drafts has the largest length.
             behind: whether a plain step is in flight.
         """
         longest = min(limit, self.longest)
@@ -129,15 +112,15 @@ class DraftRule:
         if self._measures(context):
             self._measure = max(0, self._measure - 1)
             return Plan(0, "measure")
-        if offered is None:
+        if offers is None:
             return Plan(longest, "free")
-        return self._decided(context, longest, offered, behind)
+        return self._decided(context, longest, offers, behind)
 
-    def expects(self, context: int, offered: Offered) -> bool:
+    def expects(self, context: int, offers: Offers) -> bool:
         """Return whether the rule would choose a draft if no step were in flight."""
         if self._measures(context):
             return False
-        return self._decided(context, self.longest, offered, False).length > 0
+        return self._decided(context, self.longest, offers, False).length > 0
 
     def _measures(self, context: int) -> bool:
         """Return whether the next round has to be a plain step, to measure its cost."""
@@ -146,17 +129,20 @@ class DraftRule:
         return self._measure > 0 or self._plain(context) is None
 
     def _decided(
-        self, context: int, longest: int, offered: Offered, behind: bool
+        self, context: int, longest: int, offers: Offers, behind: bool
     ) -> Plan:
         """Return the plan that is worth most, or a trial if no draft pays."""
         plain = self._plain(context)
         assert plain is not None
-        judged = tuple(self._judged(context, longest, offered, plain, behind))
+        each_source = self._judged(context, longest, offers, plain, behind)
+        judged = tuple(sorted(each_source, key=lambda each: not each.free))
         allowed = [each for each in judged if each.credit > 0 and each.options]
         step: tuple[Compared | None, Option] = None, Option(0, 1.0, plain)
         pairs = [(each, option) for each in allowed for option in each.options]
         rate = self.credit.rate / plain
-        best, option = max([step, *pairs], key=lambda pair: pair[1].worth(rate))
+        best, option = max(
+            [step, *pairs], key=lambda pair: pair[1].tokens - rate * pair[1].seconds
+        )
         if best is not None:
             return Plan(option.length, "best", best, judged, plain)
         for each in allowed:
@@ -168,25 +154,19 @@ class DraftRule:
         return Plan(0, "plain", compared=judged, seconds=plain)
 
     def _judged(
-        self,
-        context: int,
-        longest: int,
-        offered: Offered,
-        plain: float,
-        behind: bool,
+        self, context: int, longest: int, offers: Offers, plain: float, behind: bool
     ) -> Iterator[Compared]:
-        """Yield each source, free ones first, with the lengths that may pay.
+        """Yield each source with the lengths that may pay and lose at most its credit.
 
-        A length may lose at most the credit, and is at most twice the longest measured
-        one. A free draft costs at most as much as a costly draft of the same length. If
-        a plain step is in flight, its token counts too, and the first drafted token is
-        a guess of that token.
+        A length is at most twice the longest measured one. A free draft costs at most
+        as much as a costly one. If a plain step is in flight, its token counts too, and
+        the first drafted token is a guess of that token.
         """
         left = self._left_of_step(plain) if behind else 0.0
-        for index, source in sorted(
-            enumerate(self.sources), key=lambda s: not s[1].free
-        ):
-            survival = _mean(offered, index, longest + behind)
+        for index, source in enumerate(self.sources):
+            rows = [survivals[index][: longest + behind] for survivals in offers]
+            columns = zip_longest(*rows, fillvalue=0.0)
+            survival = [sum(column) / len(rows) for column in columns]
             tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]
             credit, own = self.credit.steps[index], source.costs.longest()
             known = [one.costs for one in self.sources if source.free or one is source]
@@ -203,9 +183,8 @@ class DraftRule:
                 over = seconds / plain
                 if n + 1 >= LEAST_GAIN * over and over - 1 <= credit:
                     options.append(Option(n, tokens[n], seconds + left))
-            yield Compared(
-                source.name, index, source.free, survival, tuple(options), credit
-            )
+            name, free = source.name, source.free
+            yield Compared(name, index, free, survival, tuple(options), credit)
 
     def _plain(self, context: int) -> float | None:
         """Return the seconds of a plain step; None: not measured yet."""
@@ -214,9 +193,8 @@ class DraftRule:
     def _left_of_step(self, plain: float) -> float:
         """Return the seconds that a step in flight still needs when a round begins.
 
-        A GPU still needs nearly the time of a whole step. A CPU needs hardly any, since
-        it computes a step while submitting it; the first of several plain steps then
-        takes the time of two.
+        A GPU needs nearly a whole step. A CPU, which computes a step while submitting
+        it, needs hardly any; there the first of several steps takes the time of two.
         """
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
@@ -257,9 +235,3 @@ class DraftRule:
             return
         for source in self.sources:
             source.costs.note(context, 0, feedback.seconds)
-
-
-def _mean(offered: Offered, index: int, longest: int) -> list[float]:
-    """Return the mean survival of a source's drafts over the requests, by token."""
-    each = [survivals[index][:longest] for survivals in offered]
-    return [sum(column) / len(each) for column in zip_longest(*each, fillvalue=0.0)]

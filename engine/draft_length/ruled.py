@@ -1,49 +1,33 @@
 """The rule for the drafts of one stream, and the drafter that it chooses.
 
 A single costly source is planned by its forecast. With a free source, or several
-sources, the rule decides after the free sources have proposed:
-
-    plan        the longest draft that there is room for
-    propose     a lookup's survival 0.9 0.3 ...; a model's forecast 0.8 0.7 ...
-    choose      the source and the length that are worth most; 0: a plain step
-    note        the rule learns from the round, whose plan is that of `choose`
+sources, `plan` leaves room for the longest draft, and `propose` calls `choose` after
+the free sources have proposed. `note` then learns by the plan of `choose`.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.draft_length.cost_store import Source
-from mlx_speculation.engine.draft_length.rule import (
-    Credit,
-    DraftRule,
-    Offered,
-    Survival,
-)
-from mlx_speculation.engine.drafters.base import (
-    NOTHING,
-    Choose,
-    OpenDrafter,
-    Proposal,
-)
+from mlx_speculation.engine.draft_length.costs import Source
+from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offers, Survival
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 
 
 class RuleDraftLength(DraftRule):
-    """The policy that follows the rule in one stream.
-
-    Attributes:
-        forecast: returns each source's own forecast, see `OpenDrafter`.
-        drafter: the drafter that calls `choose`, if the rule is `late`.
-    """
+    """The policy that follows the rule in one stream."""
 
     def __init__(
         self, sources: SequenceOf[Source], credit: Credit, longest: int
     ) -> None:
         super().__init__(sources, credit, longest)
-        self.drafter: RuledDrafter | None = None
+        self.drafter: RuledDrafter | None = (
+            None  # calls `choose`, if the rule is `late`
+        )
+        # Returns each source's own forecast, see `OpenDrafter`
         self.forecast: Callable[[int], SequenceOf[Survival | None]] = lambda _: (
             [None] * len(sources)
         )
@@ -61,19 +45,14 @@ class RuleDraftLength(DraftRule):
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the next round's plan; see `DraftLengthPolicy`."""
-        offered = None if self.late else [self.survivals()]
-        return super().choose(context, limit, offered)
+        offers = None if self.late else [self.survivals()]
+        return super().choose(context, limit, offers)
 
     def choose(
-        self,
-        context: int,
-        limit: int,
-        offered: Offered | None,
-        *,
-        behind: bool = False,
+        self, context: int, limit: int, offers: Offers | None, *, behind: bool = False
     ) -> Plan:
         """Return the round's plan, and keep it for `note`; see `DraftRule`."""
-        self._chosen = super().choose(context, limit, offered, behind=behind)
+        self._chosen = super().choose(context, limit, offers, behind=behind)
         return self._chosen
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan:
@@ -93,11 +72,6 @@ class RuledDrafter(CascadeDrafter):
 
     A batch decides for all its requests: it calls `offer` of each drafter, and sets
     `chosen` to a source and a length before it calls `propose`.
-
-    Args:
-        lengths: picks a drafter and its draft length.
-        target: the target's lane. While a plain step is in flight, this lane has seen
-            the last known token; the first proposed token guesses the step's token.
     """
 
     def __init__(
@@ -123,13 +97,9 @@ class RuledDrafter(CascadeDrafter):
     def offer(
         self, sequence: Sequence, limit: int, choose: Choose, *, costly: bool = True
     ) -> list[Survival]:
-        """Let the free sources propose; return the survival of each source.
-
-        The survival of costly sources is empty if `costly` is False.
-        """
-        offered: list[Survival] = [()] * len(self._drafters)
-        if costly:
-            offered = self._lengths.survivals()
+        """Let free sources propose; return survivals, of costly sources if `costly`."""
+        nothing: list[Survival] = [()] * len(self._drafters)
+        offered = self._lengths.survivals() if costly else nothing
         self._proposals = {}
         for index, drafter in enumerate(self._drafters):
             if drafter.free:
@@ -140,6 +110,7 @@ class RuledDrafter(CascadeDrafter):
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the proposal that the rule picks, cut to the length that it picks."""
         self._proposing = None
+        # A plain step is in flight; the first proposed token guesses its token
         behind = self._target.seen >= len(sequence.tokens)
         if self.chosen is None:
             offered = [self.offer(sequence, limit, choose)]

@@ -6,12 +6,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import (
-    NOTHING,
-    Choose,
-    OpenDrafter,
-    Proposal,
-)
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.draft import Draft, DraftOptions, TargetInfo
 from mlx_speculation.engine.drafters.fault_guard import FaultGuard, NoteFault
 from mlx_speculation.engine.drafters.user_drafter import adapted

@@ -70,7 +70,26 @@ class SuffixAutomaton:
             count[state] += 1
             state = link[state]
         self.tokens.append(token)
-        self._extend(token)
+        state, new, length = self._last, len(self._length), self._length
+        self._last = new
+        length.append(length[state] + 1)
+        link.append(0)
+        end.append(0)
+        count.append(0)
+        self._token.append(_NOTHING)
+        self._target.append(0)
+        while state >= 0 and (target := self._next(state, token)) < 0:
+            self._set(state, token, new)
+            state = link[state]
+        if state < 0:
+            return
+        if length[target] != length[state] + 1:
+            old, target = target, self._clone(target, length[state] + 1)
+            while state >= 0 and self._next(state, token) == old:
+                self._set(state, token, target)
+                state = link[state]
+            link[old] = target
+        link[new] = target
 
     def match(self) -> Match:
         """Return the longest suffix of the indexed tokens that occurred before."""
@@ -134,30 +153,6 @@ class SuffixAutomaton:
                 return
             state = self._link[state]
             length = self._length[state]
-
-    def _extend(self, token: int) -> None:
-        """Add the state of the whole text with its new last token."""
-        link, length = self._link, self._length
-        state, new = self._last, len(length)
-        self._last = new
-        length.append(length[state] + 1)
-        link.append(0)
-        self._end.append(0)
-        self._count.append(0)
-        self._token.append(_NOTHING)
-        self._target.append(0)
-        while state >= 0 and (target := self._next(state, token)) < 0:
-            self._set(state, token, new)
-            state = link[state]
-        if state < 0:
-            return
-        if length[target] != length[state] + 1:
-            old, target = target, self._clone(target, length[state] + 1)
-            while state >= 0 and self._next(state, token) == old:
-                self._set(state, token, target)
-                state = link[state]
-            link[old] = target
-        link[new] = target
 
     def _clone(self, state: int, length: int) -> int:
         """Add a state for those substrings of a state that now end elsewhere too."""

@@ -17,11 +17,7 @@ from mlx_speculation.engine.lookup.automaton import (
     Match,
     SuffixAutomaton,
 )
-from mlx_speculation.engine.lookup.survival import (
-    PLACES,
-    lookup_buckets,
-    lookup_rates,
-)
+from mlx_speculation.engine.lookup.survival import PLACES, lookup_buckets, lookup_rates
 
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
 # The largest number of tokens of finished texts that stay indexed.
@@ -43,18 +39,22 @@ class GrowingIndex:
 
     def catch_up(self, limit: int = CHUNK) -> int:
         """Index at most `limit` new tokens, in 3 microseconds each; return how many."""
-        if len(self.automaton.tokens) > len(self.tokens):
+        if self.done > len(self.tokens):
             self.automaton = SuffixAutomaton()
-        done = len(self.automaton.tokens)
-        new = self.tokens[done : done + limit]
+        new = self.tokens[self.done : self.done + limit]
         for token in new:
             self.automaton.append(token)
         return len(new)
 
     @property
+    def done(self) -> int:
+        """The number of indexed tokens."""
+        return len(self.automaton.tokens)
+
+    @property
     def complete(self) -> bool:
         """Return whether all of the tokens are indexed."""
-        return len(self.automaton.tokens) == len(self.tokens)
+        return self.done == len(self.tokens)
 
 
 class Cursor:
@@ -115,8 +115,13 @@ class TextPool:
 
     def take(self, tokens: Sequence[int]) -> GrowingIndex:
         """Remove the index of the longest text that begins `tokens`, or make one."""
-        for index in sorted(self._indexes, key=_size, reverse=True):
-            if _begins(tokens, index.automaton.tokens):
+        for index in sorted(self._indexes, key=lambda each: -each.done):
+            kept, near = index.automaton.tokens, max(0, index.done - 64)
+            # The end first, since it rarely is the same
+            parts = slice(near, index.done), slice(near)
+            if 0 < index.done <= len(tokens) and all(
+                array("i", tokens[part]) == kept[part] for part in parts
+            ):
                 self._indexes.remove(index)
                 return index
         return GrowingIndex()
@@ -124,20 +129,8 @@ class TextPool:
     def give(self, index: GrowingIndex) -> None:
         """Keep the index of a finished text."""
         self._indexes.insert(0, index)
-        while sum(map(_size, self._indexes)) > self._limit:
+        while sum(each.done for each in self._indexes) > self._limit:
             self._indexes.pop()
-
-
-def _size(index: GrowingIndex) -> int:
-    return len(index.automaton.tokens)
-
-
-def _begins(tokens: Sequence[int], kept: "array[int]") -> bool:
-    """Return whether `tokens` begin with `kept`; compare the end of `kept` first."""
-    size, near = len(kept), max(0, len(kept) - 64)
-    if not 0 < size <= len(tokens) or array("i", tokens[near:size]) != kept[near:]:
-        return False
-    return array("i", tokens[:near]) == kept[:near]
 
 
 class Found(NamedTuple):

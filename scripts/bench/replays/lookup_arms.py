@@ -13,8 +13,7 @@ from unittest.mock import patch
 
 from bench.replays.sessions import Turn
 from mlx_speculation.engine.draft_length.base import Feedback
-from mlx_speculation.engine.draft_length.cost_store import Source
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.costs import RoundCosts, Source
 from mlx_speculation.engine.draft_length.rule import Credit, DraftRule
 from mlx_speculation.engine.lookup.automaton import SuffixAutomaton
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces

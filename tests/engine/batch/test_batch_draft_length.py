@@ -12,8 +12,7 @@ from mlx_speculation import BatchGenerator
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength, row_bucket
-from mlx_speculation.engine.draft_length.cost_store import Source
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.costs import RoundCosts, Source
 from mlx_speculation.engine.draft_length.rule import (
     BATCH_CREDIT,
     FIRST_CREDIT,

@@ -11,8 +11,7 @@ import pytest
 from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
 from mlx_speculation.caches import RaggedKVCache
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength
-from mlx_speculation.engine.draft_length.cost_store import Source
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.costs import RoundCosts, Source
 from mlx_speculation.engine.draft_length.rule import Credit
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.shared_drafters.shared_model import SharedModel

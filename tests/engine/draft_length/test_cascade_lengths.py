@@ -8,8 +8,7 @@ import pytest
 
 from mlx_speculation import CascadeDraft, LookupDraft, SpeculativeGenerator
 from mlx_speculation.engine.draft_length import calibration
-from mlx_speculation.engine.draft_length.cost_store import Source
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.costs import RoundCosts, Source
 from mlx_speculation.engine.draft_length.rule import Credit
 from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
 from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal

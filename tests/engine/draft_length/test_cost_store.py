@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_speculation import CostFileWarning
-from mlx_speculation.engine.draft_length.cost_store import Source
+from mlx_speculation.engine.draft_length.costs import Source
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.environment import cache_folder
 

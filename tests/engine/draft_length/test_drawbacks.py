@@ -11,8 +11,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine.draft_length.base import Plan
-from mlx_speculation.engine.draft_length.cost_store import Source
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.costs import RoundCosts, Source
 from mlx_speculation.engine.draft_length.rule import Credit, DraftRule
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer

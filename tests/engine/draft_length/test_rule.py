@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.draft_length.cost_store import Source
-from mlx_speculation.engine.draft_length.costs import RoundCosts, few_lengths
+from mlx_speculation.engine.draft_length.costs import RoundCosts, Source, few_lengths
 from mlx_speculation.engine.draft_length.rule import SHARE, Credit, DraftRule
 
 CONTEXT = 100

@@ -12,11 +12,11 @@ from mlx_speculation.engine.draft_length.base import (
     Plan,
     Reason,
 )
-from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.draft_length.costs import (
     FORGETS,
     LEAST_PLAIN,
     RoundCosts,
+    Source,
 )
 from mlx_speculation.engine.draft_length.rule import (
     FIRST_CREDIT,

@@ -13,8 +13,7 @@ from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine.draft_length.calibration import PartsTable
-    from mlx_speculation.engine.draft_length.costs import CostTable
+    from mlx_speculation.engine.draft_length.costs import CostTable, PartsTable
 
 
 def calibrate(
