@@ -190,7 +190,7 @@ class BatchDecoder(Decoder):
                 if row.ruled is not None:
                     row.ruled.chosen = None
             return [0] * len(rows), shared.within(self._running.requests, most)
-        waits = drafts or self.lengths.expects(rows)
+        waits = drafts or self.lengths.expects(rows, self._context)
         self._waits = self.ahead > 0 and not plan.length and waits
         return sequential, []
 

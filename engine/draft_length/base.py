@@ -33,8 +33,7 @@ class Compared:
     name: str  # the kind of its drafts
     index: int  # its index among the sources of the rule
     free: bool  # whether its proposals cost nothing
-    # The survival of its proposal or forecast; in a batch, the mean over requests
-    survival: Sequence[float]
+    survival: Sequence[float]  # in a batch, the mean over requests
     options: tuple[Option, ...]  # the lengths that may pay
     credit: float  # what its drafts may lose, in plain steps, see `rule`
 
@@ -104,14 +103,12 @@ class Feedback:
     drafted: int  # drafted tokens, possibly fewer than planned
     accepted: float  # accepted tokens before any cut; in a batch, the mean
     seconds: float  # of the round, including drafting
-    # Whether a plain step was in flight before; its token and the rest of its time are
-    # then parts of a round with drafts
+    # Whether a plain step was in flight; a round with drafts then includes its token
     behind: bool = False
     ahead: bool = False  # whether the round has left a plain step in flight
     parts: RoundSeconds = NO_TIME  # the seconds by part
     fresh: bool = False  # whether it was the first round of its shape, which is slow
-    # Seconds in which the drafter read the prompt, not included in `seconds`
-    reading: float = 0.0
+    reading: float = 0.0  # of the drafter's prefill, not included in `seconds`
 
     @property
     def steady(self) -> bool:
@@ -135,17 +132,13 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the next round's plan, which drafts at most `limit` tokens.
-
-        `context` is the number of tokens in the target's caches.
-        """
+        """Return a plan of at most `limit` tokens; the caches hold `context` tokens."""
         ...
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan | None:
-        """Learn from a committed round. Must not raise.
+        """Learn from a committed round, and return its plan; None: it is `plan`.
 
-        Returns:
-            The plan that the round followed; None: it is `plan`.
+        Must not raise.
         """
         ...
 

@@ -52,7 +52,6 @@ class BatchDraftLength:
         # The planner of all requests with adaptive draft lengths
         self.rule = DraftRule(sources(1), together, longest)
         self.bucket = 0  # the key of the costs of this round
-        self._context = 0
         self.plans: Plans = {}  # of this round
         self._next: Plans = {}
 
@@ -104,7 +103,7 @@ class BatchDraftLength:
                 for policy, limit in ruled
                 if not self.rule.late
             ]
-            most, self._context = max(limit for _, limit in ruled), context
+            most = max(limit for _, limit in ruled)
             plans[id(self.rule)] = self.rule.choose(context, most, offers or None)
 
     def choose(self, context: int, limit: int, offers: Offers, *, behind: bool) -> Plan:
@@ -113,11 +112,10 @@ class BatchDraftLength:
         self.plans[id(self.rule)] = plan
         return plan
 
-    def expects(self, rows: Rows) -> bool:
+    def expects(self, rows: Rows, context: int) -> bool:
         """Return whether costly sources would draft if no plain step were in flight."""
         ruled = [p for row in rows if isinstance(p := row.policy, RuleDraftLength)]
-        offers = [policy.survivals() for policy in ruled]
-        return self.rule.expects(self._context, offers)
+        return self.rule.expects(context, [policy.survivals() for policy in ruled])
 
     def note(
         self,

@@ -4,19 +4,13 @@ from collections import defaultdict
 from statistics import median
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.draft_length.costs import (
-    SAMPLES,
-    PartsTable,
-    bucket_of,
-    few_lengths,
-)
+from mlx_speculation.engine.draft_length.costs import PartsTable, bucket_of, few_lengths
 from mlx_speculation.engine.timing import RoundSeconds
 
 # Several passes over all lengths: a busy moment then does not slow all rounds of one.
 PASSES = 3
-# Rounds of a pass: plain steps, the first and last of which are not counted, then
-# drafts of each length. In the first draft, which is not counted, the drafter also
-# reads the tokens of the plain steps.
+# Rounds of a pass. The first and the last plain step are not counted, nor is the first
+# draft, in which the drafter also reads the tokens of the plain steps.
 PLAIN_STEPS, DRAFTS = 7, 2
 
 
@@ -47,9 +41,9 @@ class Calibration:
 
     @property
     def measured(self) -> PartsTable:
-        """Median seconds of the last rounds of each length, by part."""
+        """Median seconds of the rounds of each length, by part."""
         medians = {
-            length: RoundSeconds(*map(median, zip(*rounds[-SAMPLES:], strict=True)))
+            length: RoundSeconds(*map(median, zip(*rounds, strict=True)))
             for length, rounds in sorted(self._parts.items())
         }
         return {bucket_of(self._context): medians}

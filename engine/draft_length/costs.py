@@ -1,12 +1,10 @@
 """Costs of rounds, by draft length and context length, and the sources they belong to.
 
-The cost of a draft length is the median of its last rounds. Costs between measured
-lengths are interpolated. Beyond these lengths, costs are assumed to grow at half the
-mean slope: a length whose cost is assumed too low is tried, and its cost corrected.
-Costs that are not measured again are dropped: too high a cost would end drafting.
-
-Calibrated times have a file for each machine, mlx version, target and draft. What
-streams learn is not stored: measurements of a busy machine would be used long after.
+The cost of a draft length is the median of its last rounds. Beyond measured lengths,
+costs are assumed to grow at half the mean slope: a length whose cost is assumed too low
+is tried, and its cost corrected. Costs that are not measured again are dropped: too
+high a cost would end drafting. Calibrated times are stored in a file. What streams
+learn is not stored: measurements of a busy machine would be used long after.
 """
 
 import math
@@ -66,8 +64,7 @@ class RoundCosts:
         self, measured: CostTable | None = None, kept: CostTable | None = None
     ) -> None:
         self.reading = 0.0  # seconds of reading a prompt token; 0: not known
-        # A table of an earlier process, or of a similar batch. Its ratios between
-        # lengths are used for lengths that are not measured yet
+        # A table of an earlier process or a similar batch, used for its ratios alone
         self.kept = dict(kept or {})
         # The last rounds of each bucket and length, and their medians
         self._samples: dict[tuple[int, int], deque[float]] = {}
@@ -147,15 +144,12 @@ class Source:
     """A source of drafts for one target: costs of its rounds, and its acceptance."""
 
     costs: RoundCosts = field(default_factory=RoundCosts)  # which streams measure
-    # Acceptance by position in the draft, which streams learn
-    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)  # by position
     free: bool = False  # its proposals cost nothing, and precede the rule's choice
     name: str = "draft"  # the kind of its drafts
     measured: PartsTable = field(default_factory=dict)  # times of calibrated rounds
-    # How many layers a round's forward submits at once; None: not measured
-    part: int | None = None
-    # Stores the calibrated times; None: they are not stored
-    file: MeasuredFile | None = None
+    part: int | None = None  # layers that a forward submits at once; None: not measured
+    file: MeasuredFile | None = None  # of `measured` and `part`; None: not stored
 
     @classmethod
     def read(
@@ -226,10 +220,8 @@ def _parsed(fields: Any) -> tuple[PartsTable, int | None]:
         for bucket, each in fields["parts"].items()
     }
     rounds = [one for each in measured.values() for one in each.values()]
-    if not all(0 <= part < math.inf for one in rounds for part in one):
-        raise ValueError("the seconds of a part of a round are negative or infinite")
-    if not all(one.total for one in rounds):
-        raise ValueError("a round has a time of 0 seconds")
+    if not all(min(one) >= 0 and 0 < one.total < math.inf for one in rounds):
+        raise ValueError("the seconds of a round are not positive numbers")
     if any(each and min(each) != 0 for each in measured.values()):
         raise ValueError("the cost of a plain step is missing")
     if fields["part"] not in (None, *PART_SIZES):

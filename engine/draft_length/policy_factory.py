@@ -39,20 +39,13 @@ class PolicyFactory:
         self._model, self._draft = model, draft
         self._others = {"exact": shape and shape.rows, **others}
         self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
-        self._each = members_of(draft)
         self._known: dict[int, list[Source]] = {}  # by rows of a batch; 0: of streams
         self._credit, self._batch_credit = Credit(), Credit(*BATCH_CREDIT)
 
     def for_stream(
-        self,
-        length: int | DraftLengthPolicy | None,
-        most: int | None = None,
+        self, length: int | DraftLengthPolicy | None, most: int | None = None
     ) -> DraftLengthPolicy:
-        """Return the policy of one stream.
-
-        Args:
-            length: a fixed length, or a policy; None: the usual length.
-            most: the longest draft; None: the policy alone decides.
+        """Return the policy of one stream, limited to drafts of `most` tokens.
 
         Raises:
             InvalidRequestError: an argument is no number, or a policy came with `most`.
@@ -81,8 +74,8 @@ class PolicyFactory:
     def batch_sources(self, rows: int) -> list[Source]:
         """Return the sources of a batch with this number of rows.
 
-        If no batch of this size was measured, the costs are those of the next larger
-        measured batch, or else of the next smaller one.
+        Costs that were not measured are those of the next larger measured batch, or
+        else of the next smaller one.
         """
         result = self.sources(rows)
         sizes = sorted(
@@ -103,7 +96,8 @@ class PolicyFactory:
     def sources(self, rows: int = 0) -> list[Source]:
         """Return the sources of a batch; 0 rows: of a stream. All share the rates."""
         if rows not in self._known:
-            self._known[rows] = [self._source(draft, rows) for draft in self._each]
+            drafts = members_of(self._draft)
+            self._known[rows] = [self._source(draft, rows) for draft in drafts]
             for source, usual in zip(self._known[rows], self.sources(), strict=True):
                 source.rates = usual.rates
         return self._known[rows]

@@ -30,14 +30,11 @@ BATCH_CREDIT = (0.6, 1.0, 0.01)
 # A length is tried only if a fully accepted draft brings this many times the tokens of
 # plain steps in the same time.
 LEAST_GAIN = 1.2
-# The longest draft before any is measured.
-FIRST_LENGTH = 2
-# A round's seconds count as at most this many times the usual seconds.
-SLOWEST = 2.0
+FIRST_LENGTH = 2  # the longest draft before any is measured
+SLOWEST = 2.0  # a round's seconds count as at most this many times the usual ones
 # After this many rounds with drafts, this many plain steps are measured again.
 REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
-# The usual rate is an average over about this many plain steps.
-MEMORY = 500.0
+MEMORY = 500.0  # the usual rate is an average over about this many plain steps
 
 # The survival of each token. A free source gives none without a proposal.
 Survival = Sequence[float]
@@ -99,12 +96,8 @@ class DraftRule:
     ) -> Plan:
         """Return the next round's plan; see `DraftLengthPolicy`.
 
-        Args:
-            context: how many tokens the target's caches hold.
-            limit: the largest number of tokens that may be drafted.
-            offers: the survivals; None: free sources have not proposed yet, and a plan
-                with drafts has the largest length.
-            behind: whether a plain step is in flight.
+        Without offers, since free sources have not proposed yet, drafts have the
+        largest length. If a plain step is in flight, the round is `behind`.
         """
         longest = min(limit, self.longest)
         if longest <= 0:
@@ -193,8 +186,8 @@ class DraftRule:
     def _left_of_step(self, plain: float) -> float:
         """Return the seconds that a step in flight still needs when a round begins.
 
-        A GPU needs nearly a whole step. A CPU, which computes a step while submitting
-        it, needs hardly any; there the first of several steps takes the time of two.
+        A CPU, which computes a step while submitting it, needs hardly any; there the
+        first of several steps takes the time of two.
         """
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
@@ -216,7 +209,7 @@ class DraftRule:
             seconds -= self._left_of_step(plain)
         if not feedback.fresh:
             costs.note(context, feedback.drafted, max(seconds, 0.1 * plain))
-        # A round on a busy machine says nothing about drafts.
+        # A round on a busy machine says nothing about drafts
         usual = costs.curve(context, feedback.drafted, plain)[-1]
         steps = min(seconds, SLOWEST * usual) / plain
         self.credit.add(index, gain + feedback.accepted + 1 - steps)

@@ -24,9 +24,7 @@ class RuleDraftLength(DraftRule):
         self, sources: SequenceOf[Source], credit: Credit, longest: int
     ) -> None:
         super().__init__(sources, credit, longest)
-        self.drafter: RuledDrafter | None = (
-            None  # calls `choose`, if the rule is `late`
-        )
+        self.drafter: RuledDrafter | None = None  # if the rule is `late`
         # Returns each source's own forecast, see `OpenDrafter`
         self.forecast: Callable[[int], SequenceOf[Survival | None]] = lambda _: (
             [None] * len(sources)
@@ -109,7 +107,7 @@ class RuledDrafter(CascadeDrafter):
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the proposal that the rule picks, cut to the length that it picks."""
-        self._proposing = None
+        self._proposing = OpenDrafter()
         # A plain step is in flight; the first proposed token guesses its token
         behind = self._target.seen >= len(sequence.tokens)
         if self.chosen is None:

@@ -24,14 +24,11 @@ class CascadeDraft(Draft):
     With the adaptive draft length, `engine.draft_length.rule` picks the drafter. With a
     fixed length, the first drafter that proposes anything drafts; drafters behind a
     lookup rarely do, since it nearly always proposes something.
-
-    Args:
-        drafters: at least two, each of a kind that a generator takes as its draft.
     """
 
     kind = "cascade"
 
-    def __init__(self, *drafters: Any) -> None:
+    def __init__(self, *drafters: Any) -> None:  # each as a generator takes its draft
         if len(drafters) < 2:
             raise InvalidRequestError(
                 f"The cascade has {len(drafters)} drafters, but it needs at least 2. "
@@ -108,7 +105,7 @@ class CascadeDrafter(OpenDrafter):
 
     def __init__(self, *drafters: OpenDrafter) -> None:
         self._drafters = drafters
-        self._proposing: OpenDrafter | None = None
+        self._proposing = OpenDrafter()  # made the last proposal; at first, none has
 
     @property
     def disabled(self) -> bool:
@@ -148,14 +145,13 @@ class CascadeDrafter(OpenDrafter):
 
     def begin(self, sequence: Sequence) -> None:
         """Let every drafter begin."""
-        self._proposing = None
+        self._proposing = OpenDrafter()
         for drafter in self._drafters:
             drafter.begin(sequence)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the first draft that is not empty."""
         draft = NOTHING  # the result if all are disabled
-        self._proposing = None
         for drafter in self._drafters:
             self._proposing = drafter
             result = drafter.propose(sequence, limit, choose)
@@ -167,10 +163,8 @@ class CascadeDrafter(OpenDrafter):
 
     def settle(self, accepted: int) -> None:
         """Settle the drafter that made the proposal."""
-        assert self._proposing is not None
         self._proposing.settle(accepted)
 
     def discard(self) -> None:
         """Discard the last proposal; `propose` has already discarded empty ones."""
-        if self._proposing is not None:
-            self._proposing.discard()
+        self._proposing.discard()

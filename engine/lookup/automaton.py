@@ -10,7 +10,6 @@ Thus the link of the last state leads to the longest suffix that occurred before
 
 A new token changes the end and the count of each state on the path of links from the
 last state. In a long run of one token this path is as long as the run, so it is cut.
-States beyond the cut keep an earlier end, which is valid, and a count that is too low.
 """
 
 from array import array
@@ -19,12 +18,9 @@ from itertools import repeat
 from typing import NamedTuple
 
 BREAK = -1  # separates documents: no match and no continuation contains it
-# The largest number of states whose end and count a new token changes.
-LONGEST_WALK = 32
-# The largest number of links that a search follows for a token.
-LONGEST_FALL = 256
-# The value of `_token` for a state without transitions; no id, and not BREAK.
-_NOTHING = -2
+LONGEST_WALK = 32  # the most states whose end and count a new token changes
+LONGEST_FALL = 256  # the most links that a search follows for a token
+_NOTHING = -2  # the `_token` of a state without transitions; no id, and not BREAK
 
 
 class Match(NamedTuple):
@@ -40,8 +36,7 @@ NO_MATCH = Match(0, 0)
 class SuffixAutomaton:
     """Finds the longest suffix that occurred before, and the tokens that followed it.
 
-    A token adds at most 2 states of 24 bytes, and entries of dictionaries for states
-    with several transitions.
+    A token adds at most 2 states of 24 bytes, and dictionary entries for some of them.
     """
 
     def __init__(self, *, walk: int = LONGEST_WALK) -> None:
@@ -99,8 +94,7 @@ class SuffixAutomaton:
     def follow(self, match: Match, token: int) -> Match:
         """Return the match after one more token, given the match before that token.
 
-        The index must not have changed in between. Amortized constant time: each link
-        that is followed shortens a match that a token has lengthened.
+        The index must not have changed in between. Amortized constant time.
         """
         for length, state in self._suffixes(match):
             target = self._next(state, token)
@@ -130,10 +124,9 @@ class SuffixAutomaton:
         return result
 
     def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield how often each token followed, and how often any token followed.
+        """Yield how often each token and how often any token followed those before it.
 
-        Each token is counted after the state and the tokens before it. Both numbers are
-        0 for a token that never followed these, and for all tokens behind it.
+        Both numbers are 0 for a token that never followed, and for all behind it.
         """
         for index, token in enumerate(tokens):
             total, state = self._count[state], self._next(state, token)

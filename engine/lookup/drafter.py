@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.drafters.base import Choose, Drafter, OpenDrafter, Proposal
-from mlx_speculation.engine.drafters.cascade import CascadeDraft
 from mlx_speculation.engine.drafters.draft import Draft, DraftOptions, members_of
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 from mlx_speculation.engine.prompt import Sequence
@@ -108,11 +107,8 @@ class LookupDrafter(OpenDrafter):
 
 
 def measured_draft(draft: Draft | None) -> Draft:
-    """Return a draft without its lookups, or a `ConstantDraft` if nothing is left."""
-    others = [each for each in members_of(draft) if not each.free]
-    if len(others) > 1:
-        return CascadeDraft(*others)
-    return others[0] if others else ConstantDraft()
+    """Return the first costly member, the one that drafts, or a `ConstantDraft`."""
+    return next((one for one in members_of(draft) if not one.free), ConstantDraft())
 
 
 class ConstantDraft(Draft, Drafter):

@@ -20,14 +20,10 @@ from mlx_speculation.engine.lookup.automaton import (
 from mlx_speculation.engine.lookup.survival import PLACES, lookup_buckets, lookup_rates
 
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
-# The largest number of tokens of finished texts that stay indexed.
-TEXTS = 1 << 18
-# The largest number of tokens indexed at once. Other requests wait 8 ms for it.
-CHUNK = 2048
-# A cursor that has to start anew looks up only so many of the text's last tokens.
-LONGEST_SEARCH = 64
-# The number of tokens before an answer to keep, so that its first token has a match.
-BEFORE = 8
+TEXTS = 1 << 18  # the most tokens of finished texts that stay indexed
+CHUNK = 2048  # the most tokens indexed at once; other requests wait 8 ms for it
+LONGEST_SEARCH = 64  # a cursor looks up so many tokens in an index that has changed
+BEFORE = 8  # tokens to keep before an answer, so that its first token has a match
 
 
 class GrowingIndex:
@@ -66,10 +62,7 @@ class Cursor:
         self._match = NO_MATCH
 
     def move(self, automaton: SuffixAutomaton, tokens: Sequence[int]) -> Match:
-        """Follow a text to its end; return the longest match that has a successor.
-
-        In a changed index, only the last `LONGEST_SEARCH` tokens are searched for.
-        """
+        """Follow a text to its end; return the longest match that has a successor."""
         begin, size = len(tokens) - LONGEST_SEARCH, len(automaton.tokens)
         same = self._automaton is automaton and self._size == size
         if not same or self._seen < begin:
@@ -170,9 +163,8 @@ class SharedPlaces:
 class Lookup:
     """The lookup of one request, with the tokens of an expected answer.
 
-    A call of `propose` indexes at most one chunk of new tokens, follows at most
-    `LONGEST_FALL` links for each new token and place, and copies `limit` tokens of each
-    place.
+    A call of `propose` indexes at most one chunk, follows at most `LONGEST_FALL` links
+    for each new token and place, and copies `limit` tokens of each place.
     """
 
     def __init__(self, shared: SharedPlaces, prediction: Sequence[int] = ()) -> None:

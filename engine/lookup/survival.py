@@ -1,9 +1,8 @@
 """The probability that drafted tokens are accepted, learnt from earlier drafts.
 
-Each token of a draft belongs to a bucket, which has an acceptance rate. The probability
-that tokens 1 to i are all accepted, the survival of token i, is the product of their
-rates. For a model or a head, the bucket is the token's position in the draft. For a
-lookup, it is made of
+Each token of a draft belongs to a bucket, which has an acceptance rate. The survival of
+token i, the probability that tokens 1 to i are all accepted, is the product of their
+rates. For a model, the bucket is the token's position; for a lookup, it is made of
 
     length   the length of the match, plus the number of proposed tokens before this one
     place    the place of the match, such as the text or a document
@@ -20,18 +19,12 @@ PLACES = ("text", "prediction", "history", "document")
 _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
 # Buckets of shares: unknown; 1 of 1, all of 2 or 3, all of more; below 1, by fifths.
 _SHARES = 9
-# Buckets of `others`; 0: no other place has a match.
-AGREES, DIFFERS = 1, 2
-# A draft ends at this survival: a token of lower survival is not worth its row.
-LEAST_SURVIVAL = 1 / 64
+AGREES, DIFFERS = 1, 2  # buckets of `others`; 0: no other place has a match
+LEAST_SURVIVAL = 1 / 64  # a token of lower survival is not worth its row
 
 
 class AcceptanceRates:
-    """Exponential averages of the buckets' acceptance, up to the first rejection.
-
-        rates = AcceptanceRates()
-        rates.note([0, 1, 2, 3], right=2)   # 1, 1, 0; the last one is not counted
-        rates.survival(range(2))            # [r0, r0 r1]
+    """Exponential averages of the buckets' acceptance.
 
     The defaults are for buckets that are positions in the drafts of a model or head.
     """
@@ -58,7 +51,7 @@ class AcceptanceRates:
         return result
 
     def note(self, buckets: Sequence[int], right: float) -> None:
-        """Learn that the first `right` tokens of a draft were accepted."""
+        """Learn that the first `right` tokens, and not the next, were accepted."""
         for index, bucket in enumerate(buckets[: int(right) + 1]):
             self._tries[bucket] = self._tries[bucket] * self._keep + 1
             self._hits[bucket] = self._hits[bucket] * self._keep + (index < right)
