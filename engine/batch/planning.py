@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.draft_length.batched import BatchDraftLength
+from mlx_speculation.engine.draft_length.ruled import BatchDraftLength
 from mlx_speculation.engine.drafters.base import OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.engine.round.decoder import Decoder, Lengths

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_speculation.engine.batch.planning import BatchDecoder
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
-from mlx_speculation.engine.draft_length.batched import BatchDraftLength
+from mlx_speculation.engine.draft_length.ruled import BatchDraftLength
 from mlx_speculation.engine.round.outcome import Read
 from mlx_speculation.engine.round.request import Running
 from mlx_speculation.engine.timing import RoundClock

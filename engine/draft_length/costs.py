@@ -87,8 +87,7 @@ class RoundCosts:
         for bucket, costs in table.items():
             self._medians.setdefault(bucket, {}).update(costs)
             for length, seconds in costs.items():
-                samples = deque([seconds] * LEAST_PLAIN, SAMPLES)
-                self._samples[bucket, length] = samples
+                self._samples[bucket, length] = deque([seconds] * LEAST_PLAIN, SAMPLES)
 
     def note(self, context: int, length: int, seconds: float) -> None:
         """Learn from a round that took `seconds`."""
@@ -120,8 +119,8 @@ class RoundCosts:
     def curve(self, context: int, longest: int, plain: float) -> list[float]:
         """Return the seconds of rounds with 0 to `longest` drafted tokens.
 
-        `plain` is used if no plain step of this bucket was measured. Beyond the longest
-        measured draft, costs grow like the kept ones, or like the nearest bucket's.
+        Beyond the longest measured draft, costs grow like the kept ones, or like those
+        of the nearest bucket. A plain step that was not measured takes `plain` seconds.
         """
         bucket = bucket_of(context)
         medians, shape = self._medians.get(bucket, {}), self.kept.get(bucket)
@@ -157,9 +156,8 @@ class Source:
     ) -> "Source":
         """Return a source with the costs stored under a key; None: no stored costs."""
         key = key and {"machine": machine(), **key}
-        file = MeasuredFile(
-            "costs", _VERSION, key, "The cost of rounds is measured again."
-        )
+        lost = "The cost of rounds is measured again."
+        file = MeasuredFile("costs", _VERSION, key, lost)
         measured, part = file.read(_parsed) or ({}, None)
         costs = RoundCosts(kept=_totals(measured))
         return cls(costs, free=free, name=name, measured=measured, part=part, file=file)

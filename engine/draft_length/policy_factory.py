@@ -8,10 +8,9 @@ import mlx.nn as nn
 from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
-from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from mlx_speculation.engine.draft_length.costs import Source
 from mlx_speculation.engine.draft_length.rule import BATCH_CREDIT, Credit
-from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
+from mlx_speculation.engine.draft_length.ruled import BatchDraftLength, RuleDraftLength
 from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import usual_part
@@ -20,11 +19,7 @@ LONGEST = 16  # the longest adaptive draft
 
 
 class PolicyFactory:
-    """Makes a policy for each stream. With trees, draft lengths are numbers of levels.
-
-    Raises:
-        InvalidRequestError: the usual length is not a number of tokens.
-    """
+    """Makes policies. With trees, draft lengths are numbers of levels."""
 
     def __init__(
         self,
@@ -77,13 +72,11 @@ class PolicyFactory:
         Costs that were not measured are those of the next larger measured batch, or
         else of the next smaller one.
         """
-        result = self.sources(rows)
-        sizes = sorted(
-            self._known.keys() - {0}, key=lambda n: (n < rows, abs(n - rows))
-        )
+        result, sizes = self.sources(rows), self._known.keys() - {0}
         for index, source in enumerate(result):
             if not source.costs.table():
-                tables = (self._known[n][index].costs.table() for n in sizes)
+                near = sorted(sizes, key=lambda n: (n < rows, abs(n - rows)))
+                tables = (self._known[n][index].costs.table() for n in near)
                 source.costs.kept = next(filter(None, tables), {})
         return result
 

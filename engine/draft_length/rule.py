@@ -36,10 +36,8 @@ SLOWEST = 2.0  # a round's seconds count as at most this many times the usual on
 REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
 MEMORY = 500.0  # the usual rate is an average over about this many plain steps
 
-# The survival of each token. A free source gives none without a proposal.
-Survival = Sequence[float]
-# The survival of each source, for each request.
-Offers = Sequence[Sequence[Survival]]
+Survival = Sequence[float]  # of each token; empty without a proposal
+Offers = Sequence[Sequence[Survival]]  # of each source, for each request
 
 
 @dataclass(slots=True)
@@ -50,10 +48,9 @@ class Credit:
     most: float = MOST_CREDIT
     share: float = SHARE  # added by a plain step, divided among the sources
     steps: defaultdict[int, float] = field(init=False)  # by the index of the source
-    # Tokens per request in the rounds so far, and the duration of these rounds in plain
-    # steps; older rounds count less
+    # Tokens per request in the rounds so far, of which older ones count less
     tokens: float = MEMORY / 10
-    spent: float = MEMORY / 10
+    spent: float = MEMORY / 10  # the duration of these rounds in plain steps
 
     def __post_init__(self) -> None:
         self.steps = defaultdict(lambda: self.first)
@@ -76,10 +73,7 @@ class Credit:
 
 
 class DraftRule:
-    """Chooses the source and the length of each round of a stream or a batch.
-
-    All streams of a generator share the sources and their credit.
-    """
+    """Chooses the source and the length of each round of a stream or a batch."""
 
     def __init__(self, sources: Sequence[Source], credit: Credit, longest: int) -> None:
         self.sources, self.credit, self.longest = sources, credit, longest
@@ -87,17 +81,15 @@ class DraftRule:
         self.late = len(sources) > 1 or any(one.free for one in sources)
         self._measure = 1  # plain steps to measure before the next draft
         self._since_plain = 0  # rounds with drafts since a plain step was measured
-        # Seconds of the first of several plain steps; 0: not known
-        self._cold = 0.0
+        self._cold = 0.0  # seconds of the first of several plain steps; 0: not known
         self._unread = True  # whether the drafters have yet to read the prompt
 
     def choose(
         self, context: int, limit: int, offers: Offers | None, *, behind: bool = False
     ) -> Plan:
-        """Return the next round's plan; see `DraftLengthPolicy`.
+        """Return the next round's plan; if a plain step is in flight, it is `behind`.
 
-        Without offers, since free sources have not proposed yet, drafts have the
-        largest length. If a plain step is in flight, the round is `behind`.
+        Without offers, free sources have yet to propose, and drafts are the longest.
         """
         longest = min(limit, self.longest)
         if longest <= 0:
@@ -107,13 +99,13 @@ class DraftRule:
             return Plan(0, "measure")
         if offers is None:
             return Plan(longest, "free")
-        return self._decided(context, longest, offers, behind)
+        return self._best(context, longest, offers, behind)
 
     def expects(self, context: int, offers: Offers) -> bool:
         """Return whether the rule would choose a draft if no step were in flight."""
         if self._measures(context):
             return False
-        return self._decided(context, self.longest, offers, False).length > 0
+        return self._best(context, self.longest, offers, False).length > 0
 
     def _measures(self, context: int) -> bool:
         """Return whether the next round has to be a plain step, to measure its cost."""
@@ -121,14 +113,12 @@ class DraftRule:
             self._since_plain, self._measure = 0, REVIEW_STEPS
         return self._measure > 0 or self._plain(context) is None
 
-    def _decided(
-        self, context: int, longest: int, offers: Offers, behind: bool
-    ) -> Plan:
+    def _best(self, context: int, longest: int, offers: Offers, behind: bool) -> Plan:
         """Return the plan that is worth most, or a trial if no draft pays."""
         plain = self._plain(context)
         assert plain is not None
-        each_source = self._judged(context, longest, offers, plain, behind)
-        judged = tuple(sorted(each_source, key=lambda each: not each.free))
+        sources = self._judged(context, longest, offers, plain, behind)
+        judged = tuple(sorted(sources, key=lambda each: not each.free))
         allowed = [each for each in judged if each.credit > 0 and each.options]
         step: tuple[Compared | None, Option] = None, Option(0, 1.0, plain)
         pairs = [(each, option) for each in allowed for option in each.options]
@@ -184,17 +174,24 @@ class DraftRule:
         return self.sources[0].costs.plain(context)
 
     def _left_of_step(self, plain: float) -> float:
-        """Return the seconds that a step in flight still needs when a round begins.
-
-        A CPU, which computes a step while submitting it, needs hardly any; there the
-        first of several steps takes the time of two.
-        """
+        """Return the seconds that a step in flight still needs when a round begins."""
+        # A CPU computes a step while submitting it; its first step takes that of two
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
     def learn(self, context: int, plan: Plan, feedback: Feedback) -> None:
         """Learn from a committed round. Must not raise."""
         if not feedback.drafted or plan.source is None:
-            self._learn_plain(context, feedback)
+            usual_time = feedback.ahead and not feedback.fresh
+            if feedback.steady:
+                self._since_plain = 0
+                for index in range(len(self.sources)):
+                    self.credit.add(index, self.credit.share / len(self.sources))
+                self.credit.count(1, 1)
+            if usual_time and not feedback.behind:
+                self._cold = feedback.seconds
+            elif usual_time:
+                for source in self.sources:
+                    source.costs.note(context, 0, feedback.seconds)
             return
         self._since_plain += 1
         plain, index = self._plain(context), plan.source.index
@@ -214,17 +211,3 @@ class DraftRule:
         steps = min(seconds, SLOWEST * usual) / plain
         self.credit.add(index, gain + feedback.accepted + 1 - steps)
         self.credit.count(feedback.accepted + 1, steps)
-
-    def _learn_plain(self, context: int, feedback: Feedback) -> None:
-        if feedback.steady:
-            self._since_plain = 0
-            for index in range(len(self.sources)):
-                self.credit.add(index, self.credit.share / len(self.sources))
-            self.credit.count(1, 1)
-        if not feedback.ahead or feedback.fresh:
-            return
-        if not feedback.behind:
-            self._cold = feedback.seconds
-            return
-        for source in self.sources:
-            source.costs.note(context, 0, feedback.seconds)

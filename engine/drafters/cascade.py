@@ -90,14 +90,11 @@ def open_guarded(
     note: NoteFault,
 ) -> list[OpenDrafter]:
     """Return the drafters of one stream; a member's fault disables only this member."""
-    return [
-        FaultGuard(
-            adapted(member.open(lane, sequence, draft_cache)),
-            note,
-            lane if member.follows else None,
-        )
-        for member in draft.members()
-    ]
+    result: list[OpenDrafter] = []
+    for member in draft.members():
+        drafter = adapted(member.open(lane, sequence, draft_cache))
+        result.append(FaultGuard(drafter, note, lane if member.follows else None))
+    return result
 
 
 class CascadeDrafter(OpenDrafter):

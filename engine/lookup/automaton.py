@@ -26,11 +26,11 @@ _NOTHING = -2  # the `_token` of a state without transitions; no id, and not BRE
 class Match(NamedTuple):
     """The longest suffix of a text that occurs in an index."""
 
-    length: int  # its number of tokens; 0: there is no match
-    state: int  # its state in the automaton; 0 is the root, the empty string
+    length: int = 0  # its number of tokens; 0: there is no match
+    state: int = 0  # its state in the automaton; 0 is the root, the empty string
 
 
-NO_MATCH = Match(0, 0)
+NO_MATCH = Match()
 
 
 class SuffixAutomaton:

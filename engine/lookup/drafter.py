@@ -112,10 +112,7 @@ def measured_draft(draft: Draft | None) -> Draft:
 
 
 class ConstantDraft(Draft, Drafter):
-    """A substitute for lookups that proposes the last token repeatedly.
-
-    Forwards of the target cost the same for all tokens.
-    """
+    """A substitute for lookups: forwards of the target cost the same for all tokens."""
 
     kind = "filler"
 
@@ -126,7 +123,7 @@ class ConstantDraft(Draft, Drafter):
         return self
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose `limit` tokens."""
+        """Propose the last token repeatedly."""
         tokens = mx.array(sequence.tokens[-1:] * limit, mx.uint32)
         return Proposal(tokens, source=self.kind)
 

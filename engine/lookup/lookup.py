@@ -11,12 +11,7 @@ from collections.abc import Iterator, Sequence
 from operator import eq
 from typing import Any, NamedTuple
 
-from mlx_speculation.engine.lookup.automaton import (
-    BREAK,
-    NO_MATCH,
-    Match,
-    SuffixAutomaton,
-)
+from mlx_speculation.engine.lookup.automaton import BREAK, Match, SuffixAutomaton
 from mlx_speculation.engine.lookup.survival import PLACES, lookup_buckets, lookup_rates
 
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
@@ -25,11 +20,13 @@ CHUNK = 2048  # the most tokens indexed at once; other requests wait 8 ms for it
 LONGEST_SEARCH = 64  # a cursor looks up so many tokens in an index that has changed
 BEFORE = 8  # tokens to keep before an answer, so that its first token has a match
 
+Tokens = Sequence[int]
+
 
 class GrowingIndex:
     """An index of a list of tokens that grows at its end."""
 
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
+    def __init__(self, tokens: Tokens = ()) -> None:
         self.tokens: Any = tokens  # its owner may extend or replace it
         self.automaton = SuffixAutomaton()  # of the first tokens, or of all
 
@@ -59,14 +56,14 @@ class Cursor:
     def __init__(self) -> None:
         self._automaton: SuffixAutomaton | None = None
         self._size = self._seen = 0  # lengths of the index and of the text
-        self._match = NO_MATCH
+        self._match = Match()
 
-    def move(self, automaton: SuffixAutomaton, tokens: Sequence[int]) -> Match:
+    def move(self, automaton: SuffixAutomaton, tokens: Tokens) -> Match:
         """Follow a text to its end; return the longest match that has a successor."""
         begin, size = len(tokens) - LONGEST_SEARCH, len(automaton.tokens)
         same = self._automaton is automaton and self._size == size
         if not same or self._seen < begin:
-            self._match, self._seen = NO_MATCH, max(0, begin)
+            self._match, self._seen = Match(), max(0, begin)
         for token in tokens[self._seen :]:
             self._match = automaton.follow(self._match, token)
         self._automaton, self._size, self._seen = automaton, size, len(tokens)
@@ -77,16 +74,15 @@ class AnswerHistory:
     """Keeps answers, each with a few tokens before it, and drops the oldest.
 
     Prompts are not kept: an agent's prompt repeats most of the agent's last prompt. A
-    full young generation replaces the old one. Thus at least half of `limit` tokens are
-    kept, and no token is indexed twice.
+    full young generation replaces the old one, so that no token is indexed twice.
     """
 
     def __init__(self, limit: int) -> None:
-        self._half = limit // 2
-        # The young one and the old one, each of at most half the limit
+        self._half = limit // 2  # the most tokens of a generation
+        # The young one and the old one
         self.generations = GrowingIndex(array("i")), GrowingIndex(array("i"))
 
-    def add(self, tokens: Sequence[int], answer: int) -> None:
+    def add(self, tokens: Tokens, answer: int) -> None:
         """Keep `tokens[answer:]`, or its last tokens; requests index it later."""
         if self._half < 2 or answer >= len(tokens):
             return  # there is no room, or no answer
@@ -106,7 +102,7 @@ class TextPool:
         self._limit = limit  # of all indexed tokens; the oldest texts are dropped
         self._indexes: list[GrowingIndex] = []  # the newest index first
 
-    def take(self, tokens: Sequence[int]) -> GrowingIndex:
+    def take(self, tokens: Tokens) -> GrowingIndex:
         """Remove the index of the longest text that begins `tokens`, or make one."""
         for index in sorted(self._indexes, key=lambda each: -each.done):
             kept, near = index.automaton.tokens, max(0, index.done - 64)
@@ -139,16 +135,9 @@ NOTHING_FOUND = Found([], [], "", [])
 
 
 class SharedPlaces:
-    """Documents, answers, indexed texts and rates that requests share.
+    """Documents, `history` tokens of answers, indexed texts and rates, all shared."""
 
-    Args:
-        documents: lists of token ids.
-        history: the largest number of tokens of earlier answers.
-    """
-
-    def __init__(
-        self, documents: Sequence[Sequence[int]] = (), history: int = 0
-    ) -> None:
+    def __init__(self, documents: Sequence[Tokens] = (), history: int = 0) -> None:
         self.history, self.texts = AnswerHistory(history), TextPool(TEXTS)
         self.rates = lookup_rates()
         # Held while a request reads or changes these, since streams may run in several
@@ -161,20 +150,17 @@ class SharedPlaces:
 
 
 class Lookup:
-    """The lookup of one request, with the tokens of an expected answer.
+    """The lookup of one request, with the tokens of an expected answer."""
 
-    A call of `propose` indexes at most one chunk, follows at most `LONGEST_FALL` links
-    for each new token and place, and copies `limit` tokens of each place.
-    """
-
-    def __init__(self, shared: SharedPlaces, prediction: Sequence[int] = ()) -> None:
+    def __init__(self, shared: SharedPlaces, prediction: Tokens = ()) -> None:
         self._shared = shared
         self._text: GrowingIndex | None = None
         self._prediction = GrowingIndex([*prediction, BREAK] if prediction else ())
-        self._cursors = [Cursor() for _ in range(4)]
+        places = PREDICTION, HISTORY, HISTORY, DOCUMENT
+        self._cursors = [(place, Cursor()) for place in places]
         self._unjudged = 0, NOTHING_FOUND  # the last proposal, and where it begins
 
-    def read_ahead(self, tokens: Sequence[int], limit: int = CHUNK) -> bool:
+    def read_ahead(self, tokens: Tokens, limit: int = CHUNK) -> bool:
         """Index at most `limit` new tokens; return whether all tokens are indexed."""
         with self._shared.lock:
             if self._text is None:
@@ -185,8 +171,11 @@ class Lookup:
                 limit -= index.catch_up(limit)
             return all(index.complete for index in growing)
 
-    def propose(self, tokens: Sequence[int], limit: int) -> Found:
-        """Return at most `limit` tokens that followed the longest match."""
+    def propose(self, tokens: Tokens, limit: int) -> Found:
+        """Return at most `limit` tokens that followed the longest match.
+
+        Indexes at most one chunk, and follows `LONGEST_FALL` links per new token.
+        """
         with self._shared.lock:
             self._judge(tokens)
             self.read_ahead(tokens)
@@ -207,7 +196,7 @@ class Lookup:
             self._unjudged = len(tokens), proposal
             return proposal
 
-    def end(self, tokens: Sequence[int], answer: int) -> None:
+    def end(self, tokens: Tokens, answer: int) -> None:
         """Keep a finished text for later requests; `tokens[answer:]` is its answer."""
         with self._shared.lock:
             self._judge(tokens)
@@ -216,25 +205,19 @@ class Lookup:
             if text is not None:
                 self._shared.texts.give(text)
 
-    def _matches(
-        self, tokens: Sequence[int]
-    ) -> Iterator[tuple[Match, int, SuffixAutomaton]]:
+    def _matches(self, tokens: Tokens) -> Iterator[tuple[Match, int, SuffixAutomaton]]:
         """Yield the longest match of each place, with the place and its index."""
         assert self._text is not None
-        text, (young, old) = self._text.automaton, self._shared.history.generations
+        text = self._text.automaton
         if self._text.complete:  # else the index lacks the end of the text
             yield text.with_successor(text.match()), TEXT, text
-        places = (
-            (PREDICTION, self._prediction.automaton),
-            (HISTORY, young.automaton),
-            (HISTORY, old.automaton),
-            (DOCUMENT, self._shared.documents),
-        )
-        for cursor, (place, automaton) in zip(self._cursors, places, strict=True):
-            if automaton.tokens:
-                yield cursor.move(automaton, tokens), place, automaton
+        growing = self._prediction, *self._shared.history.generations
+        others = [*(each.automaton for each in growing), self._shared.documents]
+        for (place, cursor), other in zip(self._cursors, others, strict=True):
+            if other.tokens:
+                yield cursor.move(other, tokens), place, other
 
-    def _judge(self, tokens: Sequence[int]) -> None:
+    def _judge(self, tokens: Tokens) -> None:
         """Compare the last proposal with the tokens that came since, and learn."""
         at, result = self._unjudged
         self._unjudged = 0, NOTHING_FOUND
@@ -243,6 +226,6 @@ class Lookup:
         self._shared.rates.note(result.buckets[: len(actual)], right)
 
 
-def _agreeing(tokens: Sequence[int], others: Sequence[int]) -> int:
+def _agreeing(tokens: Tokens, others: Tokens) -> int:
     """Return the length of the common beginning of two lists."""
     return [*map(eq, tokens, others), False].index(False)

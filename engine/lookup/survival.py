@@ -19,7 +19,6 @@ PLACES = ("text", "prediction", "history", "document")
 _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
 # Buckets of shares: unknown; 1 of 1, all of 2 or 3, all of more; below 1, by fifths.
 _SHARES = 9
-AGREES, DIFFERS = 1, 2  # buckets of `others`; 0: no other place has a match
 LEAST_SURVIVAL = 1 / 64  # a token of lower survival is not worth its row
 
 
@@ -64,14 +63,13 @@ def lookup_rates() -> AcceptanceRates:
 
 
 def lookup_buckets(
-    length: int,  # of the match
-    place: int,  # the index of its place in `PLACES`
-    shares: Iterable[tuple[int, int]],  # of each token, see `SuffixAutomaton.shares`
-    # The number of first tokens with which the matches of all other places continue
-    # too; None: no other place has a match
-    same: int | None,
+    length: int, place: int, shares: Iterable[tuple[int, int]], same: int | None
 ) -> Iterator[int]:
-    """Yield the bucket of each looked-up token."""
+    """Yield the bucket of each token behind a match, see `SuffixAutomaton.shares`.
+
+    The match is in `PLACES[place]`. The matches of all other places continue with the
+    first `same` tokens too; None: no other place has a match.
+    """
     for index, (count, total) in enumerate(shares):
         if count < total:
             share = 4 + min(4, 5 * count // total)
@@ -80,5 +78,5 @@ def lookup_buckets(
         row = bisect_left(_LENGTHS, length + index) * len(PLACES) + place
         bucket = (row * _SHARES + share) * 3
         if same is not None:
-            bucket += AGREES if index < same else DIFFERS
+            bucket += 1 if index < same else 2
         yield bucket

@@ -19,10 +19,9 @@ from mlx_speculation.engine.draft_length.base import (
     FixedDraftLength,
     Plan,
 )
-from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from mlx_speculation.engine.draft_length.costs import Source
 from mlx_speculation.engine.draft_length.rule import Credit
-from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
+from mlx_speculation.engine.draft_length.ruled import BatchDraftLength, RuleDraftLength
 from mlx_speculation.engine.lookup.survival import lookup_buckets, lookup_rates
 
 LONGEST = 16

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_speculation import BatchGenerator, CascadeDraft, LookupDraft
 from mlx_speculation.engine.draft_length.base import Compared, Plan
-from mlx_speculation.engine.draft_length.batched import BatchDraftLength
+from mlx_speculation.engine.draft_length.ruled import BatchDraftLength
 from support.drafters.batch_heads import head_bench
 from support.drafters.batches import SAMPLINGS, Bench, Case, bench
 

@@ -11,14 +11,17 @@ import pytest
 from mlx_speculation import BatchGenerator
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
-from mlx_speculation.engine.draft_length.batched import BatchDraftLength, row_bucket
 from mlx_speculation.engine.draft_length.costs import RoundCosts, Source
 from mlx_speculation.engine.draft_length.rule import (
     BATCH_CREDIT,
     FIRST_CREDIT,
     Credit,
 )
-from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
+from mlx_speculation.engine.draft_length.ruled import (
+    BatchDraftLength,
+    RuleDraftLength,
+    row_bucket,
+)
 from mlx_speculation.engine.lookup.survival import AcceptanceRates
 from mlx_speculation.models.shape_buckets import row_size
 from support.drafters.batch_heads import head_bench
