@@ -22,9 +22,6 @@ class Option:
         """Expected tokens per second."""
         return self.tokens / self.seconds
 
-    def __str__(self) -> str:
-        return f"{self.length}: {self.tokens:.2f} in {self.seconds * 1e3:.1f} ms"
-
 
 @dataclass(frozen=True, slots=True)
 class Compared:
@@ -52,7 +49,10 @@ class Compared:
 
     def __str__(self) -> str:
         survival = " ".join(f"{chance:.2f}" for chance in self.survival)
-        options = "  ".join(map(str, self.options))
+        options = "  ".join(
+            f"{one.length}: {one.tokens:.2f} in {one.seconds * 1e3:.1f} ms"
+            for one in self.options
+        )
         return f"{self.name} {survival}  {options}  credit {self.credit:.1f}"
 
 
@@ -78,8 +78,8 @@ class Plan:
     def __str__(self) -> str:
         by = "" if self.source is None else f" by {self.source.name}"
         said = f"draft {self.length} ({self.reason}){by}"
-        plain = Option(0, 1.0, self.seconds)
-        compared = " | ".join(map(str, (plain, *self.compared)))
+        plain = f"0: 1.00 in {self.seconds * 1e3:.1f} ms"
+        compared = " | ".join([plain, *map(str, self.compared)])
         return f"{said}  {compared}" if self.compared else said
 
     @property
@@ -136,10 +136,7 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan | None:
-        """Learn from a committed round, and return its plan; None: it is `plan`.
-
-        Must not raise.
-        """
+        """Learn from a round, without raising; return its plan; None: it is `plan`."""
         ...
 
 

@@ -27,17 +27,11 @@ from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.measured_file import MeasuredFile
 from mlx_speculation.models import PART_SIZES, row_size
 
-# The median of a length is taken over this many of its last rounds.
-SAMPLES = 9
-# The cost of a plain step counts as known after this many steps.
-LEAST_PLAIN = 2
-# The costs of a draft length that was not measured in this many rounds are dropped.
-FORGETS = 128
-# The cost of a drafted token before any is measured, as a share of a plain step.
-GUESSED_SHARE = 0.25
-# Contexts up to this length cost about the same; each doubling is one more bucket.
-SHORT_CONTEXT = 512
-
+SAMPLES = 9  # the median of a length is taken over this many of its last rounds
+LEAST_PLAIN = 2  # the cost of a plain step counts as known after this many steps
+FORGETS = 128  # costs of a length that was not measured in so many rounds are dropped
+GUESSED_SHARE = 0.25  # of a plain step: a drafted token's cost before any is measured
+SHORT_CONTEXT = 512  # contexts up to it cost the same; each doubling is one more bucket
 _VERSION = 8  # of the files
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """The factory of draft length policies, which share costs, acceptance and credit."""
 
-from operator import attrgetter
+import sys
 from typing import Any
 
 import mlx.nn as nn
@@ -55,10 +55,10 @@ class PolicyFactory:
                 )
             return length
         length = self.usual if length is None else _checked(length, "draft_length")
-        longest = self.longest if most is None else min(most, self.longest)
+        allowed = sys.maxsize if most is None else most
+        longest = min(allowed, self.longest)
         if self._draft is None or length is not None or not longest:
-            length = length or 0
-            return FixedDraftLength(length if most is None else min(length, most))
+            return FixedDraftLength(min(length or 0, allowed))
         return RuleDraftLength(self.sources(), self._credit, longest)
 
     def for_batch(self) -> BatchDraftLength:
@@ -97,7 +97,7 @@ class PolicyFactory:
 
     def calibrated(self, rows: int = 0) -> Source:
         """Return the source that a calibration measures: a costly one, if any."""
-        return min(self.sources(rows), key=attrgetter("free"), default=Source())
+        return min(self.sources(rows), key=lambda one: one.free, default=Source())
 
     def _source(self, draft: Draft, rows: int) -> Source:
         """Return a source with its stored costs; without a cost key none are stored."""

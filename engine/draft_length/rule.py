@@ -27,9 +27,7 @@ FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
 # The same of a batch. A job may end before it has made up for a first loss.
 BATCH_CREDIT = (0.6, 1.0, 0.01)
-# A length is tried only if a fully accepted draft brings this many times the tokens of
-# plain steps in the same time.
-LEAST_GAIN = 1.2
+LEAST_GAIN = 1.2  # the least speed of a fully accepted draft, over that of plain steps
 FIRST_LENGTH = 2  # the longest draft before any is measured
 SLOWEST = 2.0  # a round's seconds count as at most this many times the usual ones
 # After this many rounds with drafts, this many plain steps are measured again.
@@ -151,14 +149,14 @@ class DraftRule:
             columns = zip_longest(*rows, fillvalue=0.0)
             survival = [sum(column) / len(rows) for column in columns]
             tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]
-            credit, own = self.credit.steps[index], source.costs.longest()
+            credit, reached = self.credit.steps[index], source.costs.longest()
             known = [one.costs for one in self.sources if source.free or one is source]
             measured = max(costs.longest() for costs in known)
             reach = min(len(tokens) - 1, max(FIRST_LENGTH, 2 * measured))
             curves = [
                 costs.curve(context, reach, plain)
                 for costs in known
-                if costs is source.costs or costs.longest() > own
+                if costs is source.costs or costs.longest() > reached
             ]
             options = []
             for n in sorted({*few_lengths(reach), reach} - {0}):

@@ -11,7 +11,6 @@ for each request. Requests with their own draft length keep it.
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from itertools import repeat
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 
 Plans = dict[int, Plan]  # by the id of the planner
+Rows = SequenceOf["BatchMember"]
 
 
 class RuleDraftLength(DraftRule):
@@ -37,9 +37,10 @@ class RuleDraftLength(DraftRule):
     def survivals(self) -> list[Survival]:
         """Return each source's survival, as forecast or by its rates; () if free."""
         longest = self.longest + 1  # the first may be a guess of a step's token
-        forecasts = self.forecast(longest) if self.forecast else repeat(None)
+        unknown = [None] * len(self.sources)
+        forecasts = self.forecast(longest) if self.forecast else unknown
         result: list[Survival] = []
-        for source, survival in zip(self.sources, forecasts, strict=False):
+        for source, survival in zip(self.sources, forecasts, strict=True):
             if survival is None:
                 survival = source.rates.survival(range(longest))
             result.append(() if source.free else survival)
@@ -112,13 +113,12 @@ class RuledDrafter(CascadeDrafter):
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the proposal that the rule picks, cut to the length that it picks."""
         self._proposing = OpenDrafter()
+        seen = self._target.seen
         # A plain step is in flight; the first proposed token guesses its token
-        behind = self._target.seen >= len(sequence.tokens)
+        behind = seen >= len(sequence.tokens)
         if self.chosen is None:
-            offered = [self.offer(sequence, limit, choose)]
-            self.chosen = self._lengths.choose(
-                self._target.seen, limit - behind, offered, behind=behind
-            )
+            offers, room = [self.offer(sequence, limit, choose)], limit - behind
+            self.chosen = self._lengths.choose(seen, room, offers, behind=behind)
         plan, self.chosen = self.chosen, None
         index = plan.source.index if plan.source is not None else 0
         for other in self._proposals:
@@ -144,9 +144,6 @@ class BatchMember(Protocol):
         ...
 
 
-Rows = SequenceOf[BatchMember]
-
-
 def row_bucket(rows: int) -> int:
     """Return the number of requests rounded up to a power of two."""
     return 1 << (rows - 1).bit_length()
@@ -163,8 +160,7 @@ class BatchDraftLength:
         longest: int,
     ) -> None:
         self._sources, self._together, self._alone = sources, together, alone
-        # The planner of all requests with adaptive draft lengths
-        self.rule = DraftRule(sources(1), together, longest)
+        self.rule = DraftRule(sources(1), together, longest)  # plans adaptive lengths
         self.bucket = 0  # the key of the costs of this round
         self.plans: Plans = {}  # of this round
         self._next: Plans = {}
@@ -181,8 +177,7 @@ class BatchDraftLength:
     ) -> list[int]:
         """Return how many tokens, at most its `room`, each request may draft.
 
-        `context` is that of the longest request, and `size` is the number of rows in
-        the target's forward if it is padded.
+        `context` is the longest request's; `size` is the padded number of rows, if any.
         """
         bucket = row_bucket(len(rows)) if size is None else size
         if bucket != self.bucket:

@@ -10,11 +10,11 @@ Thus the link of the last state leads to the longest suffix that occurred before
 
 A new token changes the end and the count of each state on the path of links from the
 last state. In a long run of one token this path is as long as the run, so it is cut.
+States beyond the cut keep an earlier end, which is valid, and a count that is too low.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 BREAK = -1  # separates documents: no match and no continuation contains it
@@ -131,7 +131,7 @@ class SuffixAutomaton:
         for index, token in enumerate(tokens):
             total, state = self._count[state], self._next(state, token)
             if state < 0:
-                yield from repeat((0, 0), len(tokens) - index)
+                yield from [(0, 0)] * (len(tokens) - index)
                 return
             # An occurrence at the end of the index has no successor and is not counted
             count = max(1, self._count[state])

@@ -16,8 +16,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 
 _LARGEST_ID = 2**31 - 1
-# The largest number of tokens of earlier answers to keep; about 20 MB with their index.
-HISTORY = 200_000
+HISTORY = 200_000  # tokens of earlier answers to keep; about 20 MB with their index
 
 
 class LookupDraft(Draft):

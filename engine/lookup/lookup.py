@@ -108,9 +108,8 @@ class TextPool:
             kept, near = index.automaton.tokens, max(0, index.done - 64)
             # The end first, since it rarely is the same
             parts = slice(near, index.done), slice(near)
-            if 0 < index.done <= len(tokens) and all(
-                array("i", tokens[part]) == kept[part] for part in parts
-            ):
+            same = (array("i", tokens[part]) == kept[part] for part in parts)
+            if 0 < index.done <= len(tokens) and all(same):
                 self._indexes.remove(index)
                 return index
         return GrowingIndex()

@@ -23,10 +23,7 @@ LEAST_SURVIVAL = 1 / 64  # a token of lower survival is not worth its row
 
 
 class AcceptanceRates:
-    """Exponential averages of the buckets' acceptance.
-
-    The defaults are for buckets that are positions in the drafts of a model or head.
-    """
+    """Exponential averages of the buckets' acceptance; by default, of positions."""
 
     def __init__(
         self,
