@@ -57,6 +57,7 @@ class SuffixAutomaton:
         """Index one more token, or `BREAK`. Amortized constant time."""
         here, state, link = len(self.tokens), self._last, self._link
         end, count = self._end, self._count
+        # Each suffix of the text now has a successor
         for _ in range(self._walk):
             if state <= 0:
                 break
@@ -65,6 +66,7 @@ class SuffixAutomaton:
             count[state] += 1
             state = link[state]
         self.tokens.append(token)
+        # The state of the whole text with its new last token
         state, new, length = self._last, len(self._length), self._length
         self._last = new
         length.append(length[state] + 1)

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 from mlx_speculation.engine.lookup.automaton import BREAK, Match, SuffixAutomaton
 from mlx_speculation.engine.lookup.survival import PLACES, lookup_buckets, lookup_rates
 
+Tokens = Sequence[int]
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
 TEXTS = 1 << 18  # the most tokens of finished texts that stay indexed
 CHUNK = 2048  # the most tokens indexed at once; other requests wait 8 ms for it
 LONGEST_SEARCH = 64  # a cursor looks up so many tokens in an index that has changed
 BEFORE = 8  # tokens to keep before an answer, so that its first token has a match
-
-Tokens = Sequence[int]
 
 
 class GrowingIndex:

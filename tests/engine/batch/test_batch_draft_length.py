@@ -57,7 +57,7 @@ def expect(rows: list[BatchRequest], *rates: float) -> None:
     """Let each row forecast one of the rates, in turn."""
     for row, rate in zip(rows, cycle(rates), strict=False):
         survival = AcceptanceRates(first=rate).survival(range(9))
-        policy(row).forecast = lambda _, survival=survival: [survival]  # type: ignore[misc]
+        policy(row).forecast = lambda _, survival=survival: [survival]
 
 
 def policy(row: BatchRequest) -> RuleDraftLength:
