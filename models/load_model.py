@@ -74,8 +74,7 @@ def load(
     Args:
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
         adapter_path: a folder of adapter weights that mlx_lm.lora made for the model.
-        trust_remote_code: whether the model's or tokenizer's code in the folder may
-            run.
+        trust_remote_code: whether code in the folder may run.
         group: the group over whose ranks the model is spread. Every rank calls `load`,
             and keeps its part of the weights.
         parallel: the way to spread the model: "tensor" or "pipeline".
