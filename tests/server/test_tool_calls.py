@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from tokenizers import pre_tokenizers
 
@@ -20,7 +21,6 @@ from mlx_speculation.server.answer_parts import (
     joined,
     read_calls,
 )
-from mlx_speculation.server.prompts.rendering import _marks
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.processes.servers import NAME, client_of, serving
@@ -120,14 +120,14 @@ def with_calls(wrapped: TokenizerWrapper, kind: str) -> TokenizerWrapper:
 
 
 @cache
-def marks_of(kind: str) -> Any:
-    return _marks(with_calls(byte_tokenizer(), kind))
+def machine_of(kind: str) -> Any:
+    return make_text_state_machine(with_calls(byte_tokenizer(), kind))
 
 
 def divided(kind: str, pieces: list[str], **options: Any) -> list[Part]:
     """Return the parts of an answer that arrives in these pieces."""
     read = partial(read_calls, parser=parser_of(kind).parse_tool_call, tools=TOOLS)
-    parser = AnswerParser(marks_of(kind), read=read, **options)
+    parser = AnswerParser(machine_of(kind), read=read, **options)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return joined([*parts, *parser.end()])
 

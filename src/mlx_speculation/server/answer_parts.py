@@ -1,6 +1,6 @@
 """Division of an answer's text into content, reasoning and tool calls, for any API.
 
-    parser = AnswerParser(marks, read=partial(read_calls, parser=tokenizer.tool_parser))
+    parser = AnswerParser(machine, read=partial(read_calls, parser=tool_parser))
     parser.feed(text)       # the parts that a piece of the text adds, in order
     parser.end()            # the parts of text that was held back as a possible mark
 
@@ -12,9 +12,14 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import AliasChoices, Field
+
+from mlx_speculation.server.request.models import Loose, RequestModel
+from mlx_speculation.server.request.transcript import Arguments
 
 LOG = logging.getLogger("mlx_speculation.server")
 _NAME = re.compile(r"[\w.:/-]+")
@@ -28,6 +33,21 @@ class ToolCall:
     name: str  # of the function
     arguments: str  # a JSON object
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+class ParsedCall(RequestModel):
+    """What a parser of mlx-lm returns for one call."""
+
+    name: str = Field(min_length=1)
+    arguments: Arguments = Field(
+        {}, validation_alias=AliasChoices("arguments", "parameters")
+    )
+    id: Loose = ""
+
+    def made(self) -> ToolCall:
+        """Return the call; raise `ValueError` if a number is not finite."""
+        text = json.dumps(self.arguments, ensure_ascii=False, allow_nan=False)
+        return ToolCall(self.name, text, **({"id": self.id} if self.id else {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +65,8 @@ class Reasoning:
 
 
 Part = Text | Reasoning | ToolCall
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Texts that mark thinking and tool calls in the answers of a tokenizer."""
-
-    machine: Any  # mlx-lm's `TextStateMachine`: divides a text, and drops marks
-    texts: tuple[str, ...]  # all marks
-
-    def first(self, text: str) -> str:
-        """Return the shortest mark that a text begins with, as the machine does."""
-        return min((each for each in self.texts if text.startswith(each)), key=len)
+# Texts of other states are dropped, but those of tool calls.
+KINDS: dict[str, type[Text | Reasoning]] = {NORMAL: Text, REASONING: Reasoning}
 
 
 class AnswerParser:
@@ -64,78 +74,70 @@ class AnswerParser:
 
     def __init__(
         self,
-        marks: Marks | None,  # None: all text is content
+        machine: Any,  # mlx-lm's `TextStateMachine`; None: all text is content
         state: str = NORMAL,  # the state in which the answer begins
         *,
         # Returns the calls of a text between marks; None: the text is no call
         read: Callable[[str], list[ToolCall] | None],
         most_calls: int | None = None,  # drop further calls; None: keep all
     ) -> None:
-        self._marks, self._name = marks, state
-        self._state = None if marks is None else marks.machine.make_state(state)
+        self._machine, self._name = machine, state
+        self._state = machine and machine.make_state(state)
         self._read, self._most = read, most_calls
-        self._left = ""  # the text that is not divided yet
-        self._tool = self._opened = ""  # a call's text, and its first mark
-        self._calls = 0
+        self._held = ""  # the text that may be the beginning of a mark
+        self._tool: list[str] = []  # a call's text after its first mark
+        self._opened = ""  # this mark
+        self.calls = 0  # the number of calls so far, dropped ones included
+        self.reasoning = 0  # the number of texts that began as reasoning
 
-    @property
-    def thinking(self) -> bool:
-        """True if the next text is reasoning."""
-        return self._name == REASONING
-
-    def feed(self, text: str) -> list[Part]:
-        """Return the parts that a piece of the text adds."""
-        if self._marks is None:
-            return [Text(text)] if text else []
-        self._left += text
-        self._state, segments = self._marks.machine.split(self._state, text)
-        return self._parts(segments)
-
-    def end(self) -> list[Part]:
-        """Return the parts that the end of the text adds."""
-        if self._marks is None:
-            return []
-        self._state, text, state = self._marks.machine.flush(self._state)
-        parts = self._parts([(state, text)])
-        if self._name == TOOL:
-            self._close("", parts)
-        return parts
-
-    def _parts(self, segments: Iterable[tuple[str, str]]) -> list[Part]:
-        parts: list[Part] = []
-        for index, (name, text) in enumerate(segments):
-            if index:
-                self._pass_mark(name, parts)
-            self._left = self._left[len(text) :]
-            if name == TOOL:
-                self._tool += text
-            elif text and name == REASONING:
-                parts.append(Reasoning(text))
-            elif text and name == NORMAL:
-                parts.append(Text(text))
-        return parts
-
-    def _pass_mark(self, name: str, parts: list[Part]) -> None:
-        assert self._marks is not None
-        mark = self._marks.first(self._left)
-        self._left = self._left[len(mark) :]
-        if self._name == TOOL:
-            self._close(mark, parts)
-        if name == TOOL:
-            self._tool, self._opened = "", mark
-        self._name = name
-
-    def _close(self, mark: str, parts: list[Part]) -> None:
-        """Add the calls before `mark`; if their text cannot be read, add that text."""
-        calls = self._read(self._tool)
-        if calls is None:
-            parts.append(Text(self._opened + self._tool + mark))
+    def feed(self, text: str) -> Iterator[Part]:
+        """Yield the parts that a piece of the text adds."""
+        self.reasoning += self._name == REASONING
+        if self._machine is None:
+            yield from self._added(text)
             return
-        room = len(calls) if self._most is None else max(0, self._most - self._calls)
+        # The machine drops marks. One character completes at most one mark, which is
+        # then what was held back.
+        for char in text:
+            self._held += char
+            self._state, segments = self._machine.split(self._state, char)
+            before = segments[0][1]
+            yield from self._added(before)
+            self._held = self._held[len(before) :]
+            for name, _ in segments[1:]:
+                yield from self._passed(self._held, name)
+                self._held = ""
+
+    def end(self) -> Iterator[Part]:
+        """Yield the parts that the end of the text adds."""
+        yield from self._added(self._held)
+        if self._name == TOOL:
+            yield from self._closed("")
+
+    def _added(self, text: str) -> Iterator[Part]:
+        if self._name == TOOL:
+            self._tool.append(text)
+        elif text and self._name in KINDS:
+            yield KINDS[self._name](text)
+
+    def _passed(self, mark: str, name: str) -> Iterator[Part]:
+        if self._name == TOOL:
+            yield from self._closed(mark)
+        self._name, self._tool = name, []
+        self._opened = mark
+
+    def _closed(self, mark: str) -> Iterator[Part]:
+        """Yield the calls before `mark`; if their text cannot be read, that text."""
+        text = "".join(self._tool)
+        calls = self._read(text)
+        if calls is None:
+            yield Text(self._opened + text + mark)
+            return
+        room = len(calls) if self._most is None else max(0, self._most - self.calls)
         if len(calls) > room:
             LOG.warning("%d further tool calls are dropped", len(calls) - room)
-        parts += calls[:room]
-        self._calls += len(calls)
+        self.calls += len(calls)
+        yield from calls[:room]
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
@@ -162,7 +164,7 @@ def read_calls(
     try:
         parsed = parser(text, tools)
         several = parsed if isinstance(parsed, list) else [parsed]
-        calls = [_call(one) for one in several]
+        calls = [ParsedCall.model_validate(one).made() for one in several]
     except Exception as error:  # models write anything, and parsers may raise any error
         LOG.warning("a tool call cannot be read: %s", type(error).__name__)
         return None
@@ -172,22 +174,3 @@ def read_calls(
         for call in calls
     ]
     return calls if calls and all(named) else None
-
-
-def _call(parsed: Any) -> ToolCall:
-    """Return a parser's result as a `ToolCall`; or raise `ValueError`."""
-    name = parsed.get("name") if isinstance(parsed, dict) else None
-    if not isinstance(name, str) or not name:
-        raise ValueError("it has no name")
-    arguments = parsed.get("arguments", parsed.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments) if arguments.strip() else None
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise ValueError("its arguments are no object")
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    given = parsed.get("id")
-    return (
-        ToolCall(name, text, given) if isinstance(given, str) else ToolCall(name, text)
-    )

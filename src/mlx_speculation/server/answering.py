@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
@@ -26,18 +26,17 @@ from mlx_speculation.server.answer_parts import (
     NORMAL,
     REASONING,
     AnswerParser,
-    Part,
-    ToolCall,
     joined,
     read_calls,
 )
 from mlx_speculation.server.api_errors import as_api_error, invalid, late
-from mlx_speculation.server.apis.base import Ending, Face, WholeText
+from mlx_speculation.server.apis.base import Ending, Face
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
-from mlx_speculation.server.job import ClientLeftError, Job, Piece, Token
+from mlx_speculation.server.job import ClientLeftError, Job, Piece
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.request.images import opened
+from mlx_speculation.server.request.options import TextOptions
 from mlx_speculation.server.request.request import Chat, GenerationRequest
 from mlx_speculation.server.schemas.constraint import AfterThinking
 from mlx_speculation.server.schemas.tool_calls import call_grammar
@@ -75,29 +74,28 @@ class Answering:
                 ]
                 while await jobs[0].next(POLL_SECONDS, check) is None:
                     pass
+                events = self._events(face, jobs, check)
                 if face.request.stream:
-                    stream = self._stream(face, jobs, check)
-                    return EventStream(stream, stack.pop_all())
-                texts = [
-                    await self._whole(job, face, i, check) for i, job in enumerate(jobs)
-                ]
+                    return EventStream(self._stream(face, events), stack.pop_all())
+                async for _ in events:
+                    pass
             except ClientLeftError:
                 raise
             except Exception as error:
                 raise as_api_error(error) from error
-        body = json.dumps(face.whole(texts)).encode()
+        body = json.dumps(face.answer).encode()
         return Response(body, media_type="application/json")
 
-    async def count(self, http: Request, make: Callable[[Settings], Any]) -> int:
+    async def count(self, http: Request, body: TextOptions) -> int:
         """Return the number of tokens of a chat's prompt, without the engine."""
+
+        def counted() -> int:
+            chat = body.request(self._settings).chat
+            assert chat is not None
+            return len(self._template.rendered(_without_images(chat)))
+
         with ExitStack() as stack:
-            check = self._watching(http, stack)
-
-            def counted() -> int:
-                chat = make(self._settings).chat
-                return len(self._template.rendered(_without_images(chat)))
-
-            return await in_thread(counted, check)
+            return await in_thread(counted, self._watching(http, stack))
 
     def _watching(self, http: Request, stack: ExitStack) -> Check:
         """Watch a client whose request was read, until `stack` is closed."""
@@ -136,14 +134,14 @@ class Answering:
     def _prepare(self, job: Job, stack: ExitStack) -> None:
         """Set the prompt, parser and constraint of a text."""
         request, chat, template = job.request, job.request.chat, self._template
-        state, marks, known = NORMAL, None, tuple[dict[str, Any], ...]()
+        state, machine, known = NORMAL, None, tuple[dict[str, Any], ...]()
         if chat is None:
             assert request.prompt is not None
             job.prompt = self._worker.main.generator.encode(request.prompt)
         else:
             tokens = template.rendered(_without_images(chat))
             state, known = template.state_after(tokens), (*chat.tools, *chat.deferred)
-            marks = template.marks(bool(known))
+            machine = template.machine(bool(known))
             if chat.images:
                 images = opened(chat.images, self._settings)
                 job.request = replace(request, chat=replace(chat, images=images))
@@ -153,7 +151,7 @@ class Answering:
         self._worker.main.check_length(len(job.prompt), field)
         read = partial(read_calls, parser=template.tool_parser, tools=known)
         job.parser = AnswerParser(
-            marks, state, read=read, most_calls=request.most_calls
+            machine, state, read=read, most_calls=request.most_calls
         )
         job.constraint = self._constraint(job, state, stack)
 
@@ -195,44 +193,19 @@ class Answering:
             )
         return AfterThinking(mark, self._token_ids, inner=inner, budget=budget)
 
-    async def _whole(
-        self, job: Job, face: Face, choice: int, check: Check
-    ) -> WholeText:
-        parts: list[Part] = []
-        tokens: list[Token] = []
-        async for event in self._events(job, face, choice, check):
-            if isinstance(event, Ending):
-                return WholeText(parts, tokens, event)
-            if isinstance(event, tuple):
-                parts += event[0]
-                tokens += event[1]
-        raise AssertionError("a text has no end")
-
     async def _stream(
-        self, face: Face, jobs: Sequence[Job], check: Check
+        self, face: Face, events: AsyncIterator[bytes]
     ) -> AsyncIterator[bytes]:
-        """Yield a stream's events, keep-alives, and an error if the stream fails."""
+        """Yield events, keep-alives, and an error if the answer fails."""
         sent = time.monotonic()
-        endings: list[Ending] = []
         try:
-            yield b"".join(face.open(jobs[0].prompt_tokens))
-            for choice, job in enumerate(jobs):
-                async for event in self._events(job, face, choice, check):
-                    made: Iterable[bytes] = ()
-                    if isinstance(event, Ending):
-                        endings.append(event)
-                        made = face.end_text(choice, event)
-                    elif isinstance(event, tuple):
-                        made = face.parts(choice, *event)
-                    elif event:
-                        made = face.reading(event, job.prompt_tokens)
-                    if data := b"".join(made):
-                        yield data
-                        sent = time.monotonic()
-                    if time.monotonic() - sent > KEEP_ALIVE_SECONDS:
-                        yield b"".join(face.keep_alive())
-                        sent = time.monotonic()
-            yield b"".join(face.close(endings))
+            async for data in events:
+                if data:
+                    yield data
+                    sent = time.monotonic()
+                if time.monotonic() - sent > KEEP_ALIVE_SECONDS:
+                    yield b"".join(face.keep_alive())
+                    sent = time.monotonic()
         except ClientLeftError:
             LOG.info("a client went away")
         except Exception as error:
@@ -241,38 +214,36 @@ class Answering:
             yield b"".join(face.failed(answer))
 
     async def _events(
-        self, job: Job, face: Face, choice: int, check: Check
-    ) -> AsyncIterator[Ending | int | tuple[list[Part], tuple[Token, ...]]]:
-        """Yield counts of read prompt tokens, parts, and the ending; 0: nothing new."""
-        parser, reasoning, called = job.parser, 0, False
-        while True:
-            event = await job.next(POLL_SECONDS, check)
-            if not isinstance(event, Piece):
-                yield event or 0
-                continue
-            parts: list[Part] = []
-            for text in event.texts:
-                reasoning += parser.thinking
-                parts += parser.feed(text)
-            if event.result is not None:
-                parts += parser.end()
-            parts = joined(parts)
-            called |= any(isinstance(part, ToolCall) for part in parts)
-            yield parts, event.tokens
-            if event.result is None:
-                continue
-            most, result = job.request.options.get("max_tokens"), event.result
+        self, face: Face, jobs: Sequence[Job], check: Check
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of an answer; empty bytes: nothing new."""
+        for choice, job in enumerate(jobs):
+            yield b"".join(face.open(choice, job.prompt_tokens))
+            parser, result = job.parser, None
+            while result is None:
+                event = await job.next(POLL_SECONDS, check)
+                if not isinstance(event, Piece):
+                    read = face.reading(event, job.prompt_tokens) if event else ()
+                    yield b"".join(read)
+                    continue
+                result = event.result
+                parts = [part for text in event.texts for part in parser.feed(text)]
+                if result is not None:
+                    parts += parser.end()
+                yield b"".join(face.parts(choice, joined(parts), event.tokens))
+            most = job.request.options.get("max_tokens")
             # The texts of a prompt count it once, since only the first one reads it.
             again = choice % face.request.count > 0
-            yield Ending(
+            ending = Ending(
                 result=result,
                 prompt_tokens=0 if again else job.prompt_tokens,
-                reasoning_tokens=reasoning,
-                called=called,
+                reasoning_tokens=parser.reasoning,
+                called=parser.calls > 0,
                 stop_text=self._stop_text(job, result.tokens),
                 out_of_room=most is None or len(result.tokens) < most,
             )
-            return
+            yield b"".join(face.end_text(choice, ending))
+        yield b"".join(face.close())
 
     def _stop_text(self, job: Job, tokens: list[int]) -> str | None:
         """Return the stop text that has ended a text; None: no stop text has."""

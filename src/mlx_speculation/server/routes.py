@@ -23,7 +23,6 @@ from mlx_speculation.server.apis.messages import (
     CountBody,
     MessagesBody,
     MessagesFace,
-    messages_request,
 )
 from mlx_speculation.server.apis.openai import (
     FINGERPRINT,
@@ -129,8 +128,7 @@ class Api:
 
         async def count(body: CountBody, http: Request) -> dict[str, int]:
             """Count the tokens of a prompt."""
-            make = partial(messages_request, body)
-            return {"input_tokens": await self._answering.count(http, make)}
+            return {"input_tokens": await self._answering.count(http, body)}
 
         async def responses(body: ResponsesBody, http: Request) -> Response:
             """Answer in OpenAI's Responses API, which stores nothing here."""

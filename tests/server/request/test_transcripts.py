@@ -12,9 +12,9 @@ from mlx_lm.tool_parsers import json_tools
 
 from mlx_speculation.server import Limits, Settings
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.apis.chat_completions import ChatBody, chat_request
-from mlx_speculation.server.apis.messages import CountBody, messages_request
-from mlx_speculation.server.apis.responses import ResponsesBody, responses_request
+from mlx_speculation.server.apis.chat_completions import ChatBody
+from mlx_speculation.server.apis.messages import CountBody
+from mlx_speculation.server.apis.responses import ResponsesBody
 from mlx_speculation.server.prompts.fitted import Traits, fitted
 from mlx_speculation.server.prompts.rendering import ChatTemplate
 from mlx_speculation.server.request.request import Chat, GenerationRequest
@@ -38,17 +38,17 @@ def chat_of(request: GenerationRequest) -> Chat:
 def messages(*turns: Any, **more: Any) -> Chat:
     """Return the chat of a Messages API request with these turns."""
     body = read_body(CountBody, {"messages": list(turns), **more})
-    return chat_of(messages_request(body, SETTINGS))
+    return chat_of(body.request(SETTINGS))
 
 
 def chat(*turns: Any, **more: Any) -> Chat:
     body = read_body(ChatBody, {"messages": list(turns), **more})
-    return chat_of(chat_request(body, SETTINGS))
+    return chat_of(body.request(SETTINGS))
 
 
 def responses(*items: Any, **more: Any) -> Chat:
     body = read_body(ResponsesBody, {"input": list(items), **more})
-    return chat_of(responses_request(body, SETTINGS))
+    return chat_of(body.request(SETTINGS))
 
 
 def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -178,21 +178,21 @@ def test_a_deferred_tool_is_described_where_it_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "make", "body"),
+    ("model", "body"),
     [
-        (ChatBody, chat_request, {"messages": [turn("user", "Q")]}),
-        (CountBody, messages_request, {"messages": [turn("user", "Q")]}),
-        (ResponsesBody, responses_request, {"input": "Q"}),
+        (ChatBody, {"messages": [turn("user", "Q")]}),
+        (CountBody, {"messages": [turn("user", "Q")]}),
+        (ResponsesBody, {"input": "Q"}),
     ],
     ids=["chat", "messages", "responses"],
 )
 def test_a_request_without_a_length_has_the_limit(
-    model: Any, make: Any, body: dict[str, Any]
+    model: Any, body: dict[str, Any]
 ) -> None:
     limited = Settings(names=("local",), limits=Limits(max_tokens=5))
-    made = make(read_body(model, body), limited)
+    made = read_body(model, body).request(limited)
     assert made.options["max_tokens"] == 5
-    assert "max_tokens" not in make(read_body(model, body), SETTINGS).options
+    assert "max_tokens" not in read_body(model, body).request(SETTINGS).options
 
 
 def test_a_server_without_drafts_takes_a_draft_length_of_0() -> None:
@@ -200,7 +200,7 @@ def test_a_server_without_drafts_takes_a_draft_length_of_0() -> None:
     for length, status in ((0, 0), (1, 400)):
         body = {"messages": [turn("user", "Q")], "num_draft_tokens": length}
         made = read_body(ChatBody, body)
-        assert refusal(lambda: chat_request(made, limited)) == status  # noqa: B023
+        assert refusal(lambda: made.request(limited)) == status  # noqa: B023
 
 
 def allowed(api: str, mode: str, *names: str) -> tuple[list[str], Any]:
@@ -212,14 +212,14 @@ def allowed(api: str, mode: str, *names: str) -> tuple[list[str], Any]:
         tools = [{"type": "function", "function": each} for each in three]
         body: Any = {"messages": [turn("user", "Q")], "tools": tools}
         body["tool_choice"] = {"type": "allowed_tools", **form}
-        made = chat_request(read_body(ChatBody, body), SETTINGS)
+        made = read_body(ChatBody, body).request(SETTINGS)
     else:
         named = [{"type": "function", "name": name} for name in names]
         flat = [{"type": "function", **each} for each in three]
         body = {"input": "Q", "tools": flat}
         form = {"type": "allowed_tools", "mode": mode, "tools": named}
         body["tool_choice"] = form
-        made = responses_request(read_body(ResponsesBody, body), SETTINGS)
+        made = read_body(ResponsesBody, body).request(SETTINGS)
     calls = made.calls and [each["name"] for each in made.calls]
     return [tool["function"]["name"] for tool in chat_of(made).tools], calls
 
@@ -463,4 +463,4 @@ def test_thinking_is_switched_by_messages_and_responses() -> None:
             "thinking": {"type": "enabled", "budget_tokens": 9},
         }
     )
-    assert messages_request(budget, SETTINGS).thinking_budget == 9
+    assert budget.request(SETTINGS).thinking_budget == 9

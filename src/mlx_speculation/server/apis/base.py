@@ -1,18 +1,17 @@
 """Faces: each formats requests, answers and events of one API."""
 
 import json
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.engine.stats import Statistics
-from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall, joined
+from mlx_speculation.server.answer_parts import Part, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
-from mlx_speculation.server.request.request import GenerationRequest
+from mlx_speculation.server.request.options import TextOptions
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Result
@@ -49,15 +48,6 @@ class Ending:
         return min(self.result.stats.reused, self.prompt_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class WholeText:
-    """One text from its beginning to its end."""
-
-    parts: list[Part]
-    tokens: list[Token]  # all tokens, if their probabilities were asked for
-    ending: Ending
-
-
 def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
     """Return drafting statistics of texts; a draft "auto" is shown as its sources."""
     every = [each.result.stats for each in endings]
@@ -81,33 +71,35 @@ def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
 class Face:
     """The format of one API, for the answer to one body.
 
-    All methods but `whole` return events of a stream, as bytes.
+    Its methods return the events of a stream; `answer` is the whole answer.
     """
 
-    def __init__(self, request: GenerationRequest, settings: Settings) -> None:
-        self.request = request
-        self._draft = request.draft or settings.draft
+    answer: dict[str, Any]  # set by the last event
 
-    def open(self, prompt_tokens: int) -> Iterable[bytes]:
-        """Begin a stream: the request is valid, and waits for its turn."""
+    def __init__(self, body: TextOptions, settings: Settings) -> None:
+        self.request = body.request(settings)
+        self._draft = self.request.draft or settings.draft
+
+    def open(self, choice: int, prompt_tokens: int) -> Iterable[bytes]:
+        """Begin one text: the request is valid, and waits for its turn."""
         return ()
 
     def reading(self, tokens: int, of: int) -> Iterable[bytes]:
-        """Report the progress of the prefill; by default send nothing."""
+        """Report the progress of the prefill."""
         return ()
 
     def parts(
         self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
     ) -> Iterable[bytes]:
-        """Send new parts of a text."""
+        """Send new parts of a text, and tokens if their probabilities are wanted."""
         raise NotImplementedError
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
         """End one text."""
         raise NotImplementedError
 
-    def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
-        """End a stream whose texts have ended."""
+    def close(self) -> Iterable[bytes]:
+        """End an answer whose texts have ended."""
         return ()
 
     def keep_alive(self) -> Iterable[bytes]:
@@ -118,23 +110,18 @@ class Face:
         """End a stream with an error."""
         raise NotImplementedError
 
-    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return the whole answer of a request without a stream."""
-        raise NotImplementedError
-
 
 class BlockFace(Face):
     """Answers as lists of blocks, of which one is open at a time.
 
     White space alone makes no text block, and a text block after another block begins
-    without line feeds. `end_text` sets `_answer`.
+    without line feeds.
     """
 
-    def __init__(self, request: GenerationRequest, settings: Settings) -> None:
-        super().__init__(request, settings)
-        self._answer: Block = {}  # the whole answer, once it has ended
+    def __init__(self, body: TextOptions, settings: Settings) -> None:
+        super().__init__(body, settings)
         self._blocks: list[Block] = []  # the complete blocks
-        self._open: type[Text] | type[Reasoning] | None = None
+        self._open: Part | None = None  # the first part of the open block
         self._text = ""  # of the open block
         self._spaces = ""  # white space before a text block
 
@@ -143,12 +130,9 @@ class BlockFace(Face):
     ) -> Iterable[bytes]:
         """Send new parts of the text."""
         for part in parts:
-            if isinstance(part, ToolCall):
-                yield from self._closed()
-                yield from self._call(part)
-                continue
-            text = part.text
-            if self._open is not type(part):
+            call = isinstance(part, ToolCall)
+            text = self._arguments(part) if isinstance(part, ToolCall) else part.text
+            if call or type(self._open) is not type(part):
                 if isinstance(part, Text):
                     text = self._spaces + text
                     self._spaces = "" if text.strip() else text
@@ -156,39 +140,34 @@ class BlockFace(Face):
                         continue
                     text = text.lstrip("\n") if self._open or self._blocks else text
                 yield from self._closed()
-                self._open, self._text = type(part), ""
-                yield from self._begin()
+                self._open, self._text = part, ""
+                yield from self._begin(part)
             self._text += text
-            yield self._delta(text)
-
-    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return the whole answer, as a client would build it from the events."""
-        (text,) = texts
-        deque(self.parts(0, joined(text.parts), ()), maxlen=0)
-        deque(self.end_text(0, text.ending), maxlen=0)
-        return self._answer
-
-    def _begin(self) -> Iterable[bytes]:
-        """Open a block of the kind `_open`."""
-        raise NotImplementedError
-
-    def _delta(self, text: str) -> bytes:
-        """Send a piece of the open block."""
-        raise NotImplementedError
+            yield self._delta(part, text)
+            if call:
+                yield from self._closed()
 
     def _closed(self, status: str = "completed") -> Iterable[bytes]:
         """Complete the open block, if there is one, and clear `_spaces`."""
         self._spaces = ""
         if self._open is not None:
-            yield from self._ended(status)
+            yield from self._ended(self._open, status)
             self._open = None
 
-    def _ended(self, status: str) -> Iterable[bytes]:
-        """End the open block, which becomes a complete one."""
+    def _arguments(self, call: ToolCall) -> str:
+        """Return the text that a call's block shows."""
+        return call.arguments
+
+    def _begin(self, part: Part) -> Iterable[bytes]:
+        """Open a block."""
         raise NotImplementedError
 
-    def _call(self, call: ToolCall) -> Iterable[bytes]:
-        """Send a call as a block of its own."""
+    def _delta(self, part: Part, text: str) -> bytes:
+        """Send a piece of the open block."""
+        raise NotImplementedError
+
+    def _ended(self, part: Part, status: str) -> Iterable[bytes]:
+        """End the open block, and add it to `_blocks`."""
         raise NotImplementedError
 
 

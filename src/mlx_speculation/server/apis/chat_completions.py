@@ -15,12 +15,10 @@ from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.apis.openai import (
     OpenAIBody,
     OpenAIFace,
-    openai_request,
 )
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
 from mlx_speculation.server.request.content import (
-    Block,
     Content,
     TextBlock,
     ThinkingBlock,
@@ -79,6 +77,12 @@ class ToolCallBody(RequestModel):
         validation_alias=AliasChoices("function", "custom")
     )
 
+    def block(self, place: int) -> UseBlock:
+        """Return the call as a block; `place` stands for a missing id."""
+        name, given = self.function.name, self.function.arguments
+        id = self.id or f"call_{place}"
+        return UseBlock(type="tool_use", id=id, name=name, input=given)
+
 
 class ChatMessage(RequestModel):
     """One message of a chat."""
@@ -91,15 +95,20 @@ class ChatMessage(RequestModel):
     reasoning_content: Loose = ""
     reasoning: Loose = ""
 
-    def replayed(self) -> Iterator[Block]:
-        """Yield the reasoning and calls of an earlier answer as blocks."""
-        thought = self.reasoning_content or self.reasoning
-        yield ThinkingBlock(type="thinking", thinking=thought)
-        for i, each in enumerate(self.tool_calls):
-            name, given = each.function.name, each.function.arguments
-            yield UseBlock(
-                type="tool_use", id=each.id or f"call_{i}", name=name, input=given
-            )
+    def add_to(self, conversation: Conversation, where: str) -> None:
+        """Add this message, with the reasoning and the calls of an earlier answer."""
+        match self.role:
+            case "user":
+                conversation.user(self.content, where, self.name)
+            case "tool":
+                conversation.result(self.tool_call_id, self.content, where, self.name)
+            case "assistant":
+                thought = self.reasoning_content or self.reasoning
+                said = [*self.content, ThinkingBlock(type="thinking", thinking=thought)]
+                said += [each.block(i) for i, each in enumerate(self.tool_calls)]
+                conversation.assistant(said, where)
+            case _:
+                conversation.system(self.content, where)
 
 
 class ChatBody(OpenAIBody):
@@ -117,48 +126,33 @@ class ChatBody(OpenAIBody):
     enable_thinking: bool | None = None
     thinking_budget: Natural | None = None
 
-
-def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
-    """Check a chat, and return its request."""
-    for name in body.chat_template_kwargs:
-        if name in RESERVED:
-            raise invalid(
-                f"chat_template_kwargs holds {name!r}, which no request may set.",
-                "chat_template_kwargs",
-            )
-    args, budget = thinking(
-        body.reasoning,
-        body.thinking,
-        on=body.enable_thinking,
-        effort=body.reasoning_effort,
-        budget=body.thinking_budget,
-    )
-    conversation = _conversation(body.messages, settings)
-    tools, calls = Toolbox(body.tools).chosen(body.tool_choice)
-    return openai_request(
-        body,
-        settings,
-        prediction=None if body.prediction is None else body.prediction.text,
-        default_length=settings.defaults.max_tokens,
-        chat=conversation.chat(tools, {**args, **body.chat_template_kwargs}),
-        calls=calls,
-        thinking_budget=budget,
-    )
-
-
-def _conversation(messages: list[ChatMessage], settings: Settings) -> Conversation:
-    conversation = Conversation(settings)
-    for i, message in enumerate(messages):
-        where, content = f"messages[{i}].content", message.content
-        if message.role in ("system", "developer"):
-            conversation.system(content, where)
-        elif message.role == "user":
-            conversation.user(content, where, message.name)
-        elif message.role == "tool":
-            conversation.result(message.tool_call_id, content, where, message.name)
-        else:
-            conversation.assistant([*content, *message.replayed()], where)
-    return conversation
+    def request(self, settings: Settings) -> GenerationRequest:
+        """Check the fields, and return the request in the form of all APIs."""
+        for name in self.chat_template_kwargs:
+            if name in RESERVED:
+                raise invalid(
+                    f"chat_template_kwargs holds {name!r}, which no request may set.",
+                    "chat_template_kwargs",
+                )
+        args, budget = thinking(
+            self.reasoning,
+            self.thinking,
+            on=self.enable_thinking,
+            effort=self.reasoning_effort,
+            budget=self.thinking_budget,
+        )
+        conversation = Conversation(settings)
+        for i, message in enumerate(self.messages):
+            message.add_to(conversation, f"messages[{i}].content")
+        tools, calls = Toolbox(self.tools).chosen(self.tool_choice)
+        return self.generation(
+            settings,
+            prediction=None if self.prediction is None else self.prediction.text,
+            default_length=settings.defaults.max_tokens,
+            chat=conversation.chat(tools, {**args, **self.chat_template_kwargs}),
+            calls=calls,
+            thinking_budget=budget,
+        )
 
 
 class ChatFace(OpenAIFace):
@@ -167,52 +161,40 @@ class ChatFace(OpenAIFace):
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
     fields = ("message", "delta")
-    read = staticmethod(chat_request)
-    _calls = 0  # number of calls in the text so far
 
-    def open(self, prompt_tokens: int) -> Iterable[bytes]:
-        """Send the role of the first text."""
-        yield self._chunk(0, {"role": "assistant", "content": ""})
-
-    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
-        """Send the reason for the end of a text, and begin the next one."""
-        self._calls = 0
-        yield self._chunk(choice, {}, self._reason(ending))
-        if choice + 1 < self.request.count:
-            yield self._chunk(choice + 1, {"role": "assistant", "content": ""})
+    def open(self, choice: int, prompt_tokens: int) -> Iterable[bytes]:
+        """Send the role."""
+        yield self._chunk(choice, {"role": "assistant", "content": ""})
 
     def _reason(self, ending: Ending) -> str:
         if ending.called and not ending.cut:
             return "tool_calls"
         return super()._reason(ending)
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not tokens:
-            return None
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         content = [
             {**_entry(token), "top_logprobs": [*map(_entry, token.top)]}
             for token in tokens
         ]
         return {"content": content, "refusal": None}
 
-    def _pieces(self, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
-        for part in parts:
-            if isinstance(part, Text):
-                yield {"content": part.text}
-            elif isinstance(part, Reasoning):
-                yield {"reasoning": part.text, "reasoning_content": part.text}
-            else:
-                index, self._calls = self._calls, self._calls + 1
-                named = {**_call(part), "index": index}
-                named["function"] = {"name": part.name, "arguments": ""}
-                yield {"tool_calls": [named]}
-                arguments = {"arguments": part.arguments}
-                yield {"tool_calls": [{"index": index, "function": arguments}]}
+    def _pieces(self, part: Part) -> Iterator[dict[str, Any]]:
+        if isinstance(part, Text):
+            yield {"content": part.text}
+        elif isinstance(part, Reasoning):
+            yield {"reasoning": part.text, "reasoning_content": part.text}
+        else:
+            index = {"index": len(self._calls())}
+            function = {"name": part.name, "arguments": ""}
+            yield {"tool_calls": [{**index, **_call(part), "function": function}]}
+            function = {"arguments": part.arguments}
+            yield {"tool_calls": [{**index, "function": function}]}
 
-    def _whole(self, parts: Sequence[Part]) -> dict[str, Any]:
-        content = "".join(part.text for part in parts if isinstance(part, Text))
-        thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
+    def _calls(self) -> list[dict[str, Any]]:
+        return [_call(part) for part in self._parts if isinstance(part, ToolCall)]
+
+    def _whole(self) -> dict[str, Any]:
+        content, thought, calls = self._said(Text), self._said(Reasoning), self._calls()
         message: dict[str, Any] = {"role": "assistant"}
         message["content"] = content if content or not calls else None
         if thought:

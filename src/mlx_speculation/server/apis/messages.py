@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
+from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import MESSAGES, ApiError
 from mlx_speculation.server.apis.base import (
     Block,
@@ -40,6 +40,12 @@ from mlx_speculation.server.request.request import GenerationRequest
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Conversation
 
+# By kind of part: the type of its pieces, and the field that holds their text.
+DELTAS = {
+    Text: ("text", "text"),
+    Reasoning: ("thinking", "thinking"),
+    ToolCall: ("input_json", "partial_json"),
+}
 SIGNATURE = "mlx-speculation"  # clients drop thinking without a signature
 
 
@@ -62,6 +68,30 @@ class CountBody(TextOptions):
     thinking: Switch | None = None
     output_config: FormatConfig = FormatConfig()
 
+    def request(self, settings: Settings) -> GenerationRequest:
+        """Check the fields, and return the request in the form of all APIs."""
+        toolbox, choice, config = (
+            Toolbox(self.tools),
+            self.tool_choice,
+            self.output_config,
+        )
+        tools, calls = toolbox.chosen(choice)
+        conversation = Conversation(settings, "\n", toolbox.deferred)
+        conversation.system(self.system, "system")
+        for i, message in enumerate(self.messages):
+            add = getattr(conversation, message.role)
+            add(message.content, f"messages[{i}].content")
+        args, budget = thinking(self.thinking, effort=config.effort)
+        return generation(
+            self,
+            settings,
+            chat=conversation.chat(tools, args),
+            calls=calls,
+            form=config.format,
+            parallel=not (choice and choice.disable_parallel_tool_use),
+            thinking_budget=budget,
+        )
+
 
 class MessagesBody(CountBody):
     """A request for the next message."""
@@ -72,44 +102,23 @@ class MessagesBody(CountBody):
     stop: Stops | None = Field(None, alias="stop_sequences")
 
 
-def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
-    """Check a request, and return it in the common form."""
-    toolbox, choice, config = Toolbox(body.tools), body.tool_choice, body.output_config
-    tools, calls = toolbox.chosen(choice)
-    conversation = Conversation(settings, "\n", toolbox.deferred)
-    conversation.system(body.system, "system")
-    for i, message in enumerate(body.messages):
-        add = getattr(conversation, message.role)
-        add(message.content, f"messages[{i}].content")
-    args, budget = thinking(body.thinking, effort=config.effort)
-    return generation(
-        body,
-        settings,
-        chat=conversation.chat(tools, args),
-        calls=calls,
-        form=config.format,
-        parallel=not (choice and choice.disable_parallel_tool_use),
-        thinking_budget=budget,
-    )
-
-
 class MessagesFace(BlockFace):
     """The Messages API."""
 
     def __init__(self, body: MessagesBody, settings: Settings) -> None:
-        super().__init__(messages_request(body, settings), settings)
-        self._message: Block = {
+        super().__init__(body, settings)
+        self._head: Block = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": settings.names[0],
+            "content": self._blocks,
         }
 
-    def open(self, prompt_tokens: int) -> Iterable[bytes]:
+    def open(self, choice: int, prompt_tokens: int) -> Iterable[bytes]:
         """Begin a message; `end_text` sends the number of cached prompt tokens."""
         ending = {"stop_reason": None, "stop_sequence": None}
-        usage = {"usage": _usage(prompt_tokens)}
-        message = {**self._message, "content": [], **ending, **usage}
+        message = {**self._head, **ending, "usage": _usage(prompt_tokens)}
         yield _event("message_start", message=message)
         yield _event("ping")
 
@@ -117,7 +126,7 @@ class MessagesFace(BlockFace):
         """Send a ping, and an empty piece of the open block if there is one."""
         yield _event("ping")
         if self._open is not None:
-            yield self._delta("")
+            yield self._delta(self._open, "")
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
         """End the message."""
@@ -125,8 +134,7 @@ class MessagesFace(BlockFace):
         stopped = _stopped(ending)
         usage = _usage(ending.prompt_tokens, ending.cached_tokens, ending.tokens)
         usage["speculative"] = speculative([ending], self._draft)
-        ended = {**stopped, "usage": usage}
-        self._answer = {**self._message, "content": self._blocks, **ended}
+        self.answer = {**self._head, **stopped, "usage": usage}
         yield _event("message_delta", delta=stopped, usage=usage)
         yield _event("message_stop")
 
@@ -134,42 +142,35 @@ class MessagesFace(BlockFace):
         """End with an error."""
         yield event(error.body_for(MESSAGES), "error")
 
-    def _call(self, call: ToolCall) -> Iterator[bytes]:
-        block = {"type": "tool_use", "id": call.id, "name": call.name}
-        yield self._sent("content_block_start", content_block={**block, "input": {}})
-        delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        yield self._sent("content_block_delta", delta=delta)
-        yield self._stop({**block, "input": json.loads(call.arguments)})
+    def _begin(self, part: Part) -> Iterator[bytes]:
+        block = _block(part, "", "")
+        yield self._of_block("content_block_start", content_block=block)
 
-    def _begin(self) -> Iterator[bytes]:
-        yield self._sent("content_block_start", content_block=self._block("", ""))
+    def _delta(self, part: Part, text: str) -> bytes:
+        kind, field = DELTAS[type(part)]
+        delta = {"type": f"{kind}_delta", field: text}
+        return self._of_block("content_block_delta", delta=delta)
 
-    def _delta(self, text: str) -> bytes:
-        name = self._name
-        delta = {"type": f"{name}_delta", name: text}
-        return self._sent("content_block_delta", delta=delta)
-
-    def _ended(self, status: str) -> Iterator[bytes]:
-        if self._open is Reasoning:
+    def _ended(self, part: Part, status: str) -> Iterator[bytes]:
+        if isinstance(part, Reasoning):
             delta = {"type": "signature_delta", "signature": SIGNATURE}
-            yield self._sent("content_block_delta", delta=delta)
-        yield self._stop(self._block(self._text, SIGNATURE))
+            yield self._of_block("content_block_delta", delta=delta)
+        yield self._of_block("content_block_stop")
+        self._blocks.append(_block(part, self._text, SIGNATURE))
 
-    @property
-    def _name(self) -> str:
-        return "text" if self._open is Text else "thinking"
-
-    def _block(self, text: str, signature: str) -> Block:
-        block = {"type": self._name, self._name: text}
-        return block if self._open is Text else {**block, "signature": signature}
-
-    def _stop(self, block: Block) -> bytes:
-        stop = self._sent("content_block_stop")
-        self._blocks.append(block)
-        return stop
-
-    def _sent(self, name: str, **fields: Any) -> bytes:
+    def _of_block(self, name: str, **fields: Any) -> bytes:
         return _event(name, index=len(self._blocks), **fields)
+
+
+def _block(part: Part, text: str, signature: str) -> Block:
+    match part:
+        case Text():
+            return {"type": "text", "text": text}
+        case Reasoning():
+            return {"type": "thinking", "thinking": text, "signature": signature}
+        case ToolCall(name=name, id=id):
+            given = json.loads(text or "{}")
+            return {"type": "tool_use", "id": id, "name": name, "input": given}
 
 
 def _event(name: str, /, **fields: Any) -> bytes:

@@ -5,16 +5,16 @@ Chat Completions have the same fields, chunks and choices.
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool
 
 from mlx_speculation import __version__
 from mlx_speculation.engine.stats import SourceCounts
-from mlx_speculation.server.answer_parts import Part, Text
+from mlx_speculation.server.answer_parts import Part, Reasoning, Text
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis.base import Ending, Face, WholeText, event, speculative
+from mlx_speculation.server.apis.base import Ending, Face, event, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
 from mlx_speculation.server.request.models import Object, StrictModel
@@ -94,44 +94,38 @@ class OpenAIBody(StrictModel, SamplingOptions):
     logprobs: StrictBool | Annotated[Alternatives, Field(ge=0)] | None = None
     top_logprobs: Alternatives | None = None
 
-
-def openai_request(
-    body: OpenAIBody,
-    settings: Settings,
-    *,
-    prompts: Sequence[str | list[int]] = (),
-    **more: Any,  # see `generation`
-) -> GenerationRequest:
-    """Return a request with the fields that chats and completions share."""
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options is given without stream.", "stream_options")
-    count = body.n * max(1, len(prompts))
-    if count > settings.max_rows:
-        raise invalid(
-            f"The request asks for {count} texts at once; at most {settings.max_rows} "
-            "are allowed. Ask for fewer, or start the server with a larger --max-rows.",
-            "n" if body.n > 1 else "prompt",
+    def generation(
+        self, settings: Settings, prompts: Sequence[str | list[int]] = (), **more: Any
+    ) -> GenerationRequest:
+        """Return a request with the fields of all bodies; `more`: see `generation`."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options is given without stream.", "stream_options")
+        count = self.n * max(1, len(prompts))
+        if count > settings.max_rows:
+            raise invalid(
+                f"The request asks for {count} texts at once; at most "
+                f"{settings.max_rows} are allowed. Ask for fewer, or start the server "
+                "with a larger --max-rows.",
+                "n" if self.n > 1 else "prompt",
+            )
+        alternatives = self.logprobs
+        if alternatives is None or isinstance(alternatives, bool):
+            top = max(self.top_logprobs or 0, 0)
+            if top and not alternatives:
+                raise invalid(
+                    "top_logprobs is given without logprobs: true.", "top_logprobs"
+                )
+            alternatives = top if alternatives else None
+        return generation(
+            self,
+            settings,
+            logprobs=alternatives,
+            form=self.response_format,
+            parallel=self.parallel_tool_calls,
+            prompts=tuple(prompts),
+            count=self.n,
+            **more,
         )
-    return generation(
-        body,
-        settings,
-        logprobs=_alternatives(body),
-        form=body.response_format,
-        parallel=body.parallel_tool_calls,
-        prompts=tuple(prompts),
-        count=body.n,
-        **more,
-    )
-
-
-def _alternatives(body: OpenAIBody) -> int | None:
-    """Return the number of alternatives of each token; None: no logprobs."""
-    wanted, top = body.logprobs, max(body.top_logprobs or 0, 0)
-    if wanted is not None and not isinstance(wanted, bool):
-        return wanted
-    if top and not wanted:
-        raise invalid("top_logprobs is given without logprobs: true.", "top_logprobs")
-    return top if wanted else None
 
 
 class OpenAIFace(Face):
@@ -139,10 +133,10 @@ class OpenAIFace(Face):
 
     prefix = ""
     kinds = fields = ("", "")  # for a whole answer, and for a chunk
-    read: Callable[[Any, Settings], GenerationRequest]  # makes the request of a body
+    last: ClassVar[Any] = {}  # the piece of a text's last chunk
 
     def __init__(self, body: OpenAIBody, settings: Settings) -> None:
-        super().__init__(type(self).read(body, settings), settings)
+        super().__init__(body, settings)
         self._counts = bool(body.stream_options and body.stream_options.include_usage)
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -150,7 +144,11 @@ class OpenAIFace(Face):
             "model": settings.names[0],
             "system_fingerprint": FINGERPRINT,
         }
-        self._unsent: list[Token] = []
+        self._choices: list[dict[str, Any]] = []  # the texts that have ended
+        self._endings: list[Ending] = []
+        self._parts: list[Part] = []  # of the text that has not ended
+        self._tokens: list[Token] = []
+        self._sent = 0  # of these tokens
 
     def reading(self, tokens: int, of: int) -> Iterable[bytes]:
         """Send a comment, as mlx-lm's server does."""
@@ -164,74 +162,92 @@ class OpenAIFace(Face):
         self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
     ) -> Iterable[bytes]:
         """Send new parts of a text."""
-        self._unsent += tokens
-        for piece in self._pieces(parts):
-            yield self._chunk(choice, piece)
+        self._tokens += tokens
+        for part in parts:
+            for piece in self._pieces(part):
+                yield self._chunk(choice, piece)
+            self._parts.append(part)
 
-    def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
+    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
+        """Send the reason for the end of a text."""
+        reason = self._reason(ending)
+        yield self._chunk(choice, self.last, reason)
+        kind, whole = self.fields[0], self._whole()
+        self._choices.append(self._choice(choice, kind, whole, self._tokens, reason))
+        self._endings.append(ending)
+        self._parts, self._tokens, self._sent = [], [], 0
+
+    def close(self) -> Iterable[bytes]:
         """Send the usage of all texts if asked for, and end the stream."""
+        usage = {"usage": self._usage()}
+        self.answer = {**self._packet(self.kinds[0], self._choices), **usage}
         if self._counts:
-            packet = self._packet(self.kinds[1], [])
-            yield event({**packet, "usage": self._usage(endings)})
+            yield event({**self._packet(self.kinds[1], []), **usage})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """End with an error."""
         yield event(error.body_for())
 
-    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return all texts."""
-        choices = []
-        for index, text in enumerate(texts):
-            piece, reason = self._whole(text.parts), self._reason(text.ending)
-            one = {"index": index, self.fields[0]: piece, "finish_reason": reason}
-            choices.append({**one, "logprobs": self._logprobs(text.tokens)})
-        packet = self._packet(self.kinds[0], choices)
-        return {**packet, "usage": self._usage([text.ending for text in texts])}
-
-    def _whole(self, parts: Sequence[Part]) -> Any:
-        """Return the parts of a text in the form of a whole answer."""
+    def _pieces(self, part: Part) -> Iterable[Any]:
+        """Return a part in the form of chunks."""
         raise NotImplementedError
 
-    def _pieces(self, parts: Sequence[Part]) -> Iterable[Any]:
-        """Return parts in the form of chunks."""
+    def _whole(self) -> Any:
+        """Return the current text in the form of a whole answer."""
+        raise NotImplementedError
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Return the probabilities of tokens."""
         raise NotImplementedError
 
     def _reason(self, ending: Ending) -> str:
-        """Return the reason for the end of a text."""
         return str(ending.result.finish_reason)
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """Return the probabilities of tokens; None: there are none."""
-        raise NotImplementedError
+    def _said(self, kind: type[Text | Reasoning]) -> str:
+        """Return the current text without its other parts."""
+        return "".join(part.text for part in self._parts if isinstance(part, kind))
 
     def _chunk(self, choice: int, piece: Any, reason: str | None = None) -> bytes:
         """Return a chunk, with the probabilities that have not been sent yet."""
-        tokens, self._unsent = self._unsent, []
-        one = {"index": choice, self.fields[1]: piece, "finish_reason": reason}
-        choices = [{**one, "logprobs": self._logprobs(tokens)}]
-        return event(self._packet(self.kinds[1], choices))
+        tokens, self._sent = self._tokens[self._sent :], len(self._tokens)
+        one = self._choice(choice, self.fields[1], piece, tokens, reason)
+        return event(self._packet(self.kinds[1], [one]))
+
+    def _choice(
+        self,
+        index: int,
+        field: str,
+        piece: Any,
+        tokens: list[Token],
+        reason: str | None,
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(tokens) if tokens else None
+        named = {"index": index, field: piece, "finish_reason": reason}
+        return {**named, "logprobs": logprobs}
 
     def _packet(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         packet = {**self._head, "object": kind, "choices": choices}
         # If usage was asked for, it is null in all chunks but the last.
-        return {**packet, "usage": None} if self._counts and choices else packet
+        return {**packet, "usage": None} if self._counts else packet
 
-    def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
+    def _usage(self) -> dict[str, Any]:
+        endings, drafts = self._endings, list[Any]()
         prompt = sum(each.prompt_tokens for each in endings)
         tokens = sum(each.tokens for each in endings)
-        cached = sum(each.cached_tokens for each in endings)
-        every = [each.result.stats for each in endings]
-        drafts: list[Any] = every
+        drafts += [each.result.stats for each in endings]
         # If the request has no prediction, all drafted tokens count as predicted.
         if "prediction" in self.request.options:
-            drafts = [each.sources.get("prediction", SourceCounts()) for each in every]
+            none = SourceCounts()
+            drafts = [each.sources.get("prediction", none) for each in drafts]
         accepted = sum(each.accepted for each in drafts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": tokens,
             "total_tokens": prompt + tokens,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(each.cached_tokens for each in endings)
+            },
             "completion_tokens_details": {
                 "reasoning_tokens": sum(each.reasoning_tokens for each in endings),
                 "accepted_prediction_tokens": accepted,
@@ -246,14 +262,13 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | list[int] | list[str] | list[list[int]]
 
-
-def completion_request(body: CompletionBody, settings: Settings) -> GenerationRequest:
-    """Check a request to continue texts, and return it in the common form."""
-    prompts: Any = body.prompt
-    if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
-        prompts = [prompts]
-    length = settings.defaults.max_tokens or TEXT_LENGTH
-    return openai_request(body, settings, prompts=prompts, default_length=length)
+    def request(self, settings: Settings) -> GenerationRequest:
+        """Check the fields, and return the request in the form of all APIs."""
+        prompts: Any = self.prompt
+        if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
+            prompts = [prompts]
+        length = settings.defaults.max_tokens or TEXT_LENGTH
+        return self.generation(settings, prompts, default_length=length)
 
 
 class CompletionFace(OpenAIFace):
@@ -262,15 +277,15 @@ class CompletionFace(OpenAIFace):
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
     fields = ("text", "text")
-    read = staticmethod(completion_request)
+    last = ""
 
-    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
-        """Send the reason for the end of a text."""
-        yield self._chunk(choice, "", self._reason(ending))
+    def _pieces(self, part: Part) -> Iterable[str]:
+        return (part.text,) if isinstance(part, Text) else ()
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not tokens:
-            return None
+    def _whole(self) -> str:
+        return self._said(Text)
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
             "tokens": [each.text for each in tokens],
             "token_ids": [each.id for each in tokens],
@@ -278,12 +293,6 @@ class CompletionFace(OpenAIFace):
             "top_logprobs": [_by_text(each.top) for each in tokens],
             "text_offset": [each.start for each in tokens],
         }
-
-    def _pieces(self, parts: Sequence[Part]) -> Iterable[str]:
-        return [self._whole(parts)] if parts else ()
-
-    def _whole(self, parts: Sequence[Part]) -> str:
-        return "".join(part.text for part in parts if isinstance(part, Text))
 
 
 def _by_text(top: Sequence[Token]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from mlx_speculation.samplers import Sampling
-from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
+from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.apis.base import (
     Block,
@@ -62,10 +62,12 @@ ECHOED: Object = {  # fields that the response repeats, with their defaults
     "tools": [],
     "max_output_tokens": None,
 }
-# By kind of block: the type of its item, the prefix of the item's id, the part's type.
-NAMES: dict[type | None, tuple[str, str, str]] = {
-    Text: ("message", "msg", "output_text"),
-    Reasoning: ("reasoning", "rs", "reasoning_text"),
+# By kind of item: the prefix of its id, the name of its events, and fixed fields.
+KINDS: dict[str, tuple[str, str, Block]] = {
+    "message": ("msg", "output_text", {"role": "assistant"}),
+    "reasoning": ("rs", "reasoning_text", {"summary": [], "encrypted_content": None}),
+    "function_call": ("fc", "function_call_arguments", {}),
+    "custom_tool_call": ("ctc", "custom_tool_call_input", {}),
 }
 
 
@@ -172,20 +174,19 @@ class ResponsesBody(TextOptions):
         if values.get("background"):
             raise invalid("background is not offered here. Leave it out.", "background")
 
-
-def responses_request(body: ResponsesBody, settings: Settings) -> GenerationRequest:
-    """Check a request, and return it in the common form."""
-    tools, calls = Toolbox(body.tools).chosen(body.tool_choice)
-    effort = body.reasoning.effort
-    args, _ = thinking(on=effort != "none" if effort else None, effort=effort)
-    return generation(
-        body,
-        settings,
-        chat=_conversation(body, settings).chat(tools, args),
-        calls=calls,
-        form=body.text.format,
-        parallel=body.parallel_tool_calls,
-    )
+    def request(self, settings: Settings) -> GenerationRequest:
+        """Check the fields, and return the request in the form of all APIs."""
+        tools, calls = Toolbox(self.tools).chosen(self.tool_choice)
+        effort = self.reasoning.effort
+        args, _ = thinking(on=effort != "none" if effort else None, effort=effort)
+        return generation(
+            self,
+            settings,
+            chat=_conversation(self, settings).chat(tools, args),
+            calls=calls,
+            form=self.text.format,
+            parallel=self.parallel_tool_calls,
+        )
 
 
 def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
@@ -218,13 +219,14 @@ class ResponsesFace(BlockFace):
     """The Responses API."""
 
     def __init__(self, body: ResponsesBody, settings: Settings) -> None:
-        super().__init__(responses_request(body, settings), settings)
-        self._kinds = Toolbox(body.tools).kinds
+        super().__init__(body, settings)
+        self._tools = Toolbox(body.tools).kinds
         self._head = _head(body, self.request.sampling, settings)
         self._number = 0  # of the next event
-        self._id = ""  # of the open item
+        self._item: Block = {}  # the open item, without its text
+        self._name = self._field = ""  # of its events, and of its text in them
 
-    def open(self, prompt_tokens: int) -> Iterable[bytes]:
+    def open(self, choice: int, prompt_tokens: int) -> Iterable[bytes]:
         """Begin a response."""
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress"))
@@ -237,8 +239,8 @@ class ResponsesFace(BlockFace):
         """End the response."""
         status = "incomplete" if ending.cut else "completed"
         yield from self._closed(status)
-        self._answer = self._response(status, ending)
-        yield self._event(status, response=self._answer)
+        self.answer = self._response(status, ending)
+        yield self._event(status, response=self.answer)
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """End with an error that has the code that clients expect."""
@@ -268,73 +270,63 @@ class ResponsesFace(BlockFace):
             "speculative": speculative([ending], self._draft),
         }
 
-    def _begin(self) -> Iterator[bytes]:
-        self._id = _id(NAMES[self._open][1])
-        item = {**self._item("in_progress"), "content": []}
+    def _tool(self, call: ToolCall) -> Kind:
+        return self._tools.get(call.name, Kind(call.name))
+
+    def _arguments(self, call: ToolCall) -> str:
+        if not self._tool(call).custom:
+            return call.arguments
+        text = json.loads(call.arguments).get("input", call.arguments)
+        return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+
+    def _begin(self, part: Part) -> Iterator[bytes]:
+        kind, more = "reasoning" if isinstance(part, Reasoning) else "message", {}
+        if isinstance(part, ToolCall):
+            tool = self._tool(part)
+            kind = "custom_tool_call" if tool.custom else "function_call"
+            more = {"call_id": part.id, "name": tool.name}
+            if tool.namespace is not None:
+                more["namespace"] = tool.namespace
+        prefix, self._name, fixed = KINDS[kind]
+        self._field = self._name.rpartition("_")[2]
+        self._item = {"id": _id(prefix), "type": kind, **fixed, **more}
+        item = self._whole("in_progress", [])
         yield self._of_item("output_item.added", item=item)
-        if self._open is Text:
-            yield self._of_part("content_part.added", part=self._part())
+        if isinstance(part, Text):
+            yield self._of_part("content_part.added", part=self._content())
 
-    def _delta(self, text: str) -> bytes:
-        return self._of_part(f"{NAMES[self._open][2]}.delta", delta=text)
+    def _delta(self, part: Part, text: str) -> bytes:
+        return self._of_part(f"{self._name}.delta", delta=text)
 
-    def _ended(self, status: str) -> Iterator[bytes]:
-        yield self._of_part(f"{NAMES[self._open][2]}.done", text=self._text)
-        if self._open is Text:
-            yield self._of_part("content_part.done", part=self._part())
-        item = self._item(status)
+    def _ended(self, part: Part, status: str) -> Iterator[bytes]:
+        done = {self._field: self._text}
+        if self._field == "arguments":
+            done["name"] = self._item["name"]
+        yield self._of_part(f"{self._name}.done", **done)
+        if isinstance(part, Text):
+            yield self._of_part("content_part.done", part=self._content())
+        item = self._whole(status, [self._content()])
         yield self._of_item("output_item.done", item=item)
         self._blocks.append(item)
 
-    def _item(self, status: str) -> Block:
-        """Return the open item."""
-        kind = NAMES[self._open][0]
-        more: Block = {"role": "assistant"}
-        if self._open is Reasoning:
-            more = {"summary": [], "encrypted_content": None}
-        item = {"id": self._id, "type": kind, **more, "status": status}
-        return {**item, "content": [self._part()]}
+    def _whole(self, status: str, content: list[Block]) -> Block:
+        """Return the open item; `content` counts unless the item is a call."""
+        text = content if self._field == "text" else self._text
+        named = "content" if self._field == "text" else self._field
+        return {**self._item, "status": status, named: text}
 
-    def _part(self) -> Block:
-        part = {"type": NAMES[self._open][2], "text": self._text}
-        more: Block = {"annotations": [], "logprobs": []} if self._open is Text else {}
-        return {**part, **more}
-
-    def _call(self, call: ToolCall) -> Iterator[bytes]:
-        item = self._call_item(call)
-        field = "input" if item["type"] == "custom_tool_call" else "arguments"
-        empty = {**item, field: "", "status": "in_progress"}
-        yield self._of_item("output_item.added", item=empty)
-        name = f"{item['type']}_{field}"
-        place = {"item_id": item["id"], "output_index": len(self._blocks)}
-        value = item[field]
-        yield self._event(f"{name}.delta", **place, delta=value)
-        done = {field: value}
-        if field == "arguments":
-            done["name"] = item["name"]
-        yield self._event(f"{name}.done", **place, **done)
-        yield self._of_item("output_item.done", item=item)
-        self._blocks.append(item)
-
-    def _call_item(self, call: ToolCall) -> Block:
-        """Return a call under the names that the client has given its tool."""
-        kind = self._kinds.get(call.name, Kind(call.name))
-        item = {"status": "completed", "call_id": call.id, "name": kind.name}
-        if kind.namespace is not None:
-            item["namespace"] = kind.namespace
-        if not kind.custom:
-            made = {"id": _id("fc"), "type": "function_call"}
-            return {**made, **item, "arguments": call.arguments}
-        arguments = json.loads(call.arguments)
-        text = arguments.get("input", call.arguments)
-        shown = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-        return {"id": _id("ctc"), "type": "custom_tool_call", **item, "input": shown}
+    def _content(self) -> Block:
+        part: Block = {"type": self._name, "text": self._text}
+        if self._name == "output_text":
+            part |= {"annotations": [], "logprobs": []}
+        return part
 
     def _of_part(self, name: str, /, **fields: Any) -> bytes:
-        place: Block = {"item_id": self._id, "output_index": len(self._blocks)}
+        if self._field == "text":
+            fields["content_index"] = 0
         if name.startswith("output_text"):
-            place["logprobs"] = []
-        return self._event(name, **place, content_index=0, **fields)
+            fields["logprobs"] = []
+        return self._of_item(name, item_id=self._item["id"], **fields)
 
     def _of_item(self, name: str, /, **fields: Any) -> bytes:
         return self._event(name, output_index=len(self._blocks), **fields)

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.server.answer_parts import NORMAL, REASONING, Marks
+from mlx_speculation.server.answer_parts import NORMAL, REASONING
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.prompts.fitted import Traits, fitted, probed
 from mlx_speculation.server.request.request import Chat
@@ -41,7 +41,8 @@ class ChatTemplate:
             )
         self.tool_parser = calls.tool_parser  # reads calls in answers
         self.call_marks = calls.tool_call_start, calls.tool_call_end
-        self._plain, self._with_calls = _marks(tokenizer), _marks(calls)
+        self._plain = make_text_state_machine(tokenizer)
+        self._with_calls = make_text_state_machine(calls)
 
     @cached_property
     def traits(self) -> Traits:
@@ -51,8 +52,8 @@ class ChatTemplate:
         has_calls = bool(self._tokenizer.has_tool_calling)
         return probed(self._text, has_tool_calls=has_calls)
 
-    def marks(self, tools: bool) -> Marks:
-        """Return the marks of an answer to a chat with tools, or without."""
+    def machine(self, tools: bool) -> Any:
+        """Return what finds the marks of an answer to a chat with or without tools."""
         return self._with_calls if tools else self._plain
 
     def rendered(self, chat: Chat) -> list[int]:
@@ -99,16 +100,3 @@ def refused(error: Exception) -> ApiError:
         f"{str(error)[:200]}",
         "messages",
     )
-
-
-def _marks(tokenizer: Any) -> Marks:
-    """Return mlx-lm's state machine for answers, and all marks that it looks for."""
-    transitions = tokenizer.response_transitions.values()
-    marks = (
-        *(tokenizer.think_start, tokenizer.think_end),
-        *(tokenizer.tool_call_start, tokenizer.tool_call_end),
-        *(tokenizer.structural_markers or ()),
-        *(mark for edges in transitions for mark, _ in edges),
-    )
-    machine = make_text_state_machine(tokenizer)
-    return Marks(machine, tuple(mark for mark in marks if mark))

@@ -95,6 +95,10 @@ class TextOptions(RequestModel):
     top_k: Whole | None = None
     speculative: Speculative = Speculative()
 
+    def request(self, settings: Settings) -> GenerationRequest:
+        """Check the fields, and return the request in the form of all APIs."""
+        raise NotImplementedError
+
 
 class SamplingOptions(TextOptions):
     """Options of OpenAI's older interfaces, with those of mlx-lm's server."""
