@@ -102,12 +102,12 @@ ORDER: dict[str, list[set[str]]] = {
         {f"{FRONT}/training/training_run"},
         {
             f"{FRONT}/cli",
-            f"{FRONT}/server/answer_parts",
             f"{FRONT}/server/api_errors",
             f"{FRONT}/server/config",
         },
         {f"{FRONT}/server/schemas"},
         {f"{FRONT}/server/request"},
+        {f"{FRONT}/server/answer_parts"},
         {f"{FRONT}/server/job"},
         {f"{FRONT}/server/apis", f"{FRONT}/server/prompts"},
         {f"{FRONT}/server"},

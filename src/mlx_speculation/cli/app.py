@@ -92,7 +92,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         for name, group in groups.items():
             members = {
-                x.name: values.pop(_identifier(_names(x.name, x)))
+                x.name: values.pop(_identifier(_names(x.name, x, group)))
                 for x in fields(group)
             }
             values[name] = group(**members)
@@ -107,7 +107,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(name: str, hint: Any, field: "Field[Any]", group: Any) -> Parameter:
     """Return a field as a parameter that is named after its option."""
-    names = _names(name, field)
+    names = _names(name, field, group)
     option = {**field.metadata.get("option", {})}
     if option:
         del option["names"]
@@ -121,10 +121,10 @@ def _parameter(name: str, hint: Any, field: "Field[Any]", group: Any) -> Paramet
     )
 
 
-def _names(name: str, field: "Field[Any]") -> Sequence[str]:
+def _names(name: str, field: "Field[Any]", group: Any) -> Sequence[str]:
     """Return an option's names; by default the name of its field or parameter."""
     given: Sequence[str] = field.metadata.get("option", {}).get("names", ())
-    return given or (f"--{name.replace('_', '-')}",)
+    return given or (getattr(group, "prefix", "--") + name.replace("_", "-"),)
 
 
 def _identifier(names: Sequence[str]) -> str:

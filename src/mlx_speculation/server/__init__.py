@@ -14,8 +14,7 @@
     batch_runner    runs jobs as rows of a `BatchGenerator`
     schemas/        JSON schemas, compiled in processes with limits
 
-Only this package depends on HTTP and threads; the engine does not. `Server` imports
-mlx.
+The engine depends neither on HTTP nor on threads.
 """
 
 from typing import TYPE_CHECKING

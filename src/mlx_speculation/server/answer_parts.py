@@ -36,7 +36,7 @@ class ToolCall:
 
 
 class ParsedCall(RequestModel):
-    """What a parser of mlx-lm returns for one call."""
+    """A call as the parsers of mlx-lm return it."""
 
     name: str = Field(min_length=1)
     arguments: Arguments = Field(
@@ -84,7 +84,7 @@ class AnswerParser:
         self._machine, self._name = machine, state
         self._state = machine and machine.make_state(state)
         self._read, self._most = read, most_calls
-        self._held = ""  # the text that may be the beginning of a mark
+        self._pending = ""  # the text that may be the beginning of a mark
         self._tool: list[str] = []  # a call's text after its first mark
         self._opened = ""  # this mark
         self.calls = 0  # the number of calls so far, dropped ones included
@@ -99,18 +99,18 @@ class AnswerParser:
         # The machine drops marks. One character completes at most one mark, which is
         # then what was held back.
         for char in text:
-            self._held += char
+            self._pending += char
             self._state, segments = self._machine.split(self._state, char)
             before = segments[0][1]
             yield from self._added(before)
-            self._held = self._held[len(before) :]
+            self._pending = self._pending[len(before) :]
             for name, _ in segments[1:]:
-                yield from self._passed(self._held, name)
-                self._held = ""
+                yield from self._passed(self._pending, name)
+                self._pending = ""
 
     def end(self) -> Iterator[Part]:
         """Yield the parts that the end of the text adds."""
-        yield from self._added(self._held)
+        yield from self._added(self._pending)
         if self._name == TOOL:
             yield from self._closed("")
 

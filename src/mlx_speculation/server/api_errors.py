@@ -1,12 +1,8 @@
-"""Errors: a status and a JSON object, in the form of OpenAI or of the Messages API.
-
-{"error": {"message": "...", "type": "invalid_request_error",
-           "param": "temperature", "code": null}}
-{"type": "error", "error": {"type": "invalid_request_error", "message": "..."}}
-"""
+"""Errors: a status and a JSON object, in the form of OpenAI or of the Messages API."""
 
 import json
 import logging
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from mlx_speculation.errors import (
@@ -30,25 +26,25 @@ _TYPES = {
 }
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer that is an error."""
 
-    def __init__(
-        self,
-        status: int,  # HTTP status
-        message: str,  # for people
-        *,
-        param: str | None = None,  # the request field at fault
-        code: str | None = None,  # a more specific type, for programs
-        # Whether the client should send the request again; None: not stated
-        retry: bool | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message = status, message
-        self.param, self.code, self.retry = param, code, retry
-        usual = INVALID if status < 500 else "server_error"
-        # The type in OpenAI's form
-        self.type = usual if status == 413 else _TYPES.get(status, usual)
+    status: int  # of HTTP
+    message: str
+    _: KW_ONLY
+    param: str | None = None  # the request field at fault
+    code: str | None = None  # a more specific type, for programs
+    retry: bool | None = None  # whether the client should try again; None: not stated
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def type(self) -> str:
+        """The type in OpenAI's form."""
+        usual = INVALID if self.status < 500 else "server_error"
+        return usual if self.status == 413 else _TYPES.get(self.status, usual)
 
     def body_for(self, path: str = "") -> dict[str, Any]:
         """Return the object in the form of the API that a path belongs to."""
@@ -62,13 +58,8 @@ class ApiError(Exception):
     def closing(self, path: str = "") -> tuple[dict[str, str], bytes]:
         """Return headers and body of an answer after which the connection closes."""
         body = json.dumps(self.body_for(path)).encode()
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
-            **self.headers,
-        }
-        return headers, body
+        length = {"content-length": str(len(body)), "connection": "close"}
+        return {"content-type": "application/json", **length, **self.headers}, body
 
     @property
     def headers(self) -> dict[str, str]:
@@ -91,32 +82,19 @@ def unavailable(message: str, *, retry: bool | None = True) -> ApiError:
 def late(seconds: float, *, began: bool) -> ApiError:
     """Return the error for a late request; `began`: its prompt was partly read."""
     if began:
-        return ApiError(
-            504,
-            f"The answer took more than {seconds:g} seconds. Ask for fewer tokens.",
-            code="timeout",
-            retry=False,
-        )
-    return ApiError(
-        503,
-        f"The request has waited for {seconds:g} seconds. Try again later.",
-        code="queue_timeout",
-        retry=True,
-    )
+        text = f"The answer took more than {seconds:g} seconds. Ask for fewer tokens."
+        return ApiError(504, text, code="timeout", retry=False)
+    text = f"The request has waited for {seconds:g} seconds. Try again later."
+    return ApiError(503, text, code="queue_timeout", retry=True)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the error that a client gets for an exception.
-
-    If the request is not at fault, the client only gets the type of the exception,
-    because messages of other libraries may hold paths of this machine; these messages
-    are logged.
-    """
+    """Return the error that a client gets for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError | ConstraintError | MissingLibraryError):
         return invalid(str(error))
+    # Messages of other libraries may hold paths of this machine.
     LOG.error("a request failed", exc_info=error)
-    return ApiError(
-        500, f"The server failed ({type(error).__name__}); its log has the details."
-    )
+    kind = type(error).__name__
+    return ApiError(500, f"The server failed ({kind}); its log has the details.")

@@ -11,10 +11,10 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import KvLimits, option
 
 
-def _limit(default: float, help: str, name: str, least: float | None = None) -> Any:
+def _limit(default: float, help: str, *names: str, least: float | None = None) -> Any:
     if least is None:
-        least = 1e-3 if isinstance(default, float) else 1
-    return option(default, help, f"--max-{name}", min=least)
+        least = 1e-3 if isinstance(default, float) else min(default, 1)
+    return option(default, help, *names, min=least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,59 +22,43 @@ class Limits:
     """Limits of what clients may ask for."""
 
     panel: ClassVar[str] = "Limits"
+    prefix: ClassVar[str] = "--max-"  # of the options' names
 
-    body_bytes: int = _limit(32 << 20, "Maximum size of a request.", "body-bytes")
+    body_bytes: int = _limit(32 << 20, "Maximum size of a request.")
     prompt_tokens: int = _limit(
-        0,
-        "Maximum length of a prompt; 0: what the context has room for.",
-        "prompt-tokens",
-        0,
+        0, "Maximum length of a prompt; 0: what the context has room for."
     )
     # 0: the length in the model's config, if the config has one.
     model_len: int = _limit(
-        0,
-        "Maximum length of prompt and text; 0: what the model is made for.",
-        "model-len",
-        0,
+        0, "Maximum length of prompt and text; 0: what the model is made for."
     )
     max_tokens: int = _limit(
         0,
         "Maximum length of a text; 0: what the context has room for.",
-        "tokens-limit",
-        0,
+        "--max-tokens-limit",
     )
-    draft_tokens: int = _limit(64, "Maximum draft length of a request.", "draft", 0)
-    queue: int = _limit(64, "Maximum number of waiting requests.", "queue", 0)
+    draft_tokens: int = _limit(
+        64, "Maximum draft length of a request.", "--max-draft", least=0
+    )
+    queue: int = _limit(64, "Maximum number of waiting requests.", least=0)
     # From the arrival of a request to the end of its answer.
-    seconds: float = _limit(3600.0, "Maximum time for a request.", "seconds")
+    seconds: float = _limit(3600.0, "Maximum time for a request.")
     # Also the time in which a client has to read each piece of an answer.
-    read_seconds: float = _limit(
-        30.0, "Maximum time to receive a request.", "read-seconds"
-    )
-    connections: int = _limit(256, "Maximum number of open connections.", "connections")
+    read_seconds: float = _limit(30.0, "Maximum time to receive a request.")
+    connections: int = _limit(256, "Maximum number of open connections.")
     schemas: int = _limit(
-        16, "Maximum number of JSON schemas in use, each in a process.", "schemas"
+        16, "Maximum number of JSON schemas in use, each in a process."
     )
-    schema_seconds: float = _limit(
-        5.0, "Maximum time to compile a schema.", "schema-seconds"
-    )
-    schema_megabytes: int = _limit(
-        128, "Maximum memory of a schema, in MiB.", "schema-megabytes"
-    )
+    schema_seconds: float = _limit(5.0, "Maximum time to compile a schema.")
+    schema_megabytes: int = _limit(128, "Maximum memory of a schema, in MiB.")
     mask_seconds: float = _limit(
-        1.0, "Time for the masks of a text, plus 20 ms per token.", "mask-seconds"
+        1.0, "Time for the masks of a text, plus 20 ms per token."
     )
 
-    images: int = _limit(8, "Maximum number of images in a request.", "images", 0)
-    image_bytes: int = _limit(
-        16 << 20, "Maximum size of an image as it is stored.", "image-bytes"
-    )
-    image_pixels: int = _limit(
-        16_000_000, "Maximum number of pixels of an image.", "image-pixels"
-    )
-    fetch_seconds: float = _limit(
-        10.0, "Maximum time to fetch an image.", "fetch-seconds"
-    )
+    images: int = _limit(8, "Maximum number of images in a request.", least=0)
+    image_bytes: int = _limit(16 << 20, "Maximum size of an image as it is stored.")
+    image_pixels: int = _limit(16_000_000, "Maximum number of pixels of an image.")
+    fetch_seconds: float = _limit(10.0, "Maximum time to fetch an image.")
 
     def __post_init__(self) -> None:
         """Refuse limits that are too small or not finite."""
@@ -114,7 +98,7 @@ class Settings:
     # Names of the model: requests may use any of them, and answers show the first
     names: tuple[str, ...]
     draft: str | None = None  # name of the draft; None: no drafting
-    api_key: str | None = None  # the key of clients; None: no key is needed
+    api_key: str | None = None  # None: clients need no key
     # Origins of web pages that may use the server; "*": all
     allowed_origins: tuple[str, ...] = ()
     max_rows: int = 32  # the maximum number of requests decoded together

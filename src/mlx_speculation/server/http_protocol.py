@@ -1,8 +1,7 @@
 """HTTP connections: uvicorn's protocol on h11, with deadlines and a maximum number.
 
-uvicorn waits for ever for the head and body of a request, and for a client to read its
-answer. Here a request has to arrive within `Limits.read_seconds`, and a client has the
-same time to read each piece of its answer. This module handles neither paths nor JSON.
+A request has to arrive within `Limits.read_seconds`, and a client has the same time to
+read each piece of its answer.
 """
 
 import asyncio
@@ -39,11 +38,14 @@ class BoundedProtocol(H11Protocol):
             self._arm()
             return
         self.transport = transport
-        text = (
+        error = ApiError(
+            503,
             f"All {len(self.connections)} connections that are allowed are in use. Try "
-            "again later."
+            "again later.",
+            code="too_many_connections",
+            retry=True,
         )
-        self._refuse(ApiError(503, text, code="too_many_connections", retry=True))
+        self._refuse(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadlines of this client."""
@@ -108,8 +110,8 @@ class BoundedProtocol(H11Protocol):
         if self._answering and self.cycle.response_started:
             self.transport.abort()
             return
-        within = f"{self._limits.read_seconds:g} seconds"
-        text = f"The request did not arrive within {within}."
+        seconds = self._limits.read_seconds
+        text = f"The request did not arrive within {seconds:g} seconds."
         self._refuse(ApiError(408, text, retry=False))
 
     def _refuse(self, error: ApiError) -> None:

@@ -21,8 +21,7 @@ _SECONDS = (
     *(20.0, 40.0, 80.0, 160.0, 640.0),
 )
 
-# One table for each kind of metric: full names, help texts, and labels. The methods of
-# `Metrics` take names without the prefix.
+# Full names, help texts, and labels. `Metrics` takes names without the prefix.
 _LEVELS = (
     ("vllm:num_requests_running", "Texts that are being generated."),
     (
@@ -110,29 +109,29 @@ class Metrics:
         self._times["time_to_first_token_seconds"].observe(seconds)
 
     def ended(self, result: "Result", prompt: int, seconds: float) -> None:
-        """Count a row that has ended, for any reason.
-
-        Args:
-            result: the result of the row.
-            prompt: the number of tokens of its prompt.
-            seconds: the time from the request to the last token.
-        """
-        stats, disk = result.stats, result.stats.reused_from_disk
-        self.add("prompt_tokens", count=prompt)
-        self.add("generation_tokens", count=len(result.tokens))
-        self.add("prefix_cache_queries", count=prompt)
-        self.add("prefix_cache_hits", count=stats.reused)
-        sources = "prompt_tokens_by_source"
-        self.add(sources, "memory", count=stats.reused - disk)
-        self.add(sources, "disk", count=disk)
-        self.add(sources, "read", count=max(0, prompt - stats.reused))
-        self.add("spec_decode_num_drafts", count=stats.drafts)
-        self.add("spec_decode_num_draft_tokens", count=stats.drafted)
-        self.add("spec_decode_num_accepted_tokens", count=stats.accepted)
-        for position, accepted in enumerate(stats.reached):
-            name = "spec_decode_num_accepted_tokens_per_pos"
-            self.add(name, position, count=accepted)
-        self.add("drafter_faults", count=len(stats.drafter_faults))
+        """Count a row that has ended, for any reason, and the tokens of its prompt."""
+        stats = result.stats
+        by_source = {
+            "memory": stats.reused - stats.reused_from_disk,
+            "disk": stats.reused_from_disk,
+            "read": max(0, prompt - stats.reused),
+        }
+        counts = {
+            "prompt_tokens": prompt,
+            "generation_tokens": len(result.tokens),
+            "prefix_cache_queries": prompt,
+            "prefix_cache_hits": stats.reused,
+            "spec_decode_num_drafts": stats.drafts,
+            "spec_decode_num_draft_tokens": stats.drafted,
+            "spec_decode_num_accepted_tokens": stats.accepted,
+            "drafter_faults": len(stats.drafter_faults),
+        }
+        for name, count in counts.items():
+            self.add(name, count=count)
+        for source, count in by_source.items():
+            self.add("prompt_tokens_by_source", source, count=count)
+        for position, count in enumerate(stats.reached):
+            self.add("spec_decode_num_accepted_tokens_per_pos", position, count=count)
         if result.finish_reason in ("stop", "length"):
             self.add("request_success", result.finish_reason)
             self._times["e2e_request_latency_seconds"].observe(seconds)

@@ -1,18 +1,13 @@
-"""Framing, access and size: requests that are refused before their body is read.
-
-    framing   Content-Length beside Transfer-Encoding, too many headers, HTTP versions
-    access    the API key of clients, and the allowed origins of web pages
-    size      Content-Length, missing or too large
-
-An ASGI middleware, which reads headers and paths, and parses no body.
-"""
+"""Requests that are refused by their headers, before their body is read."""
 
 import asyncio
 import hmac
 import uuid
+from collections.abc import AsyncIterator
 from contextlib import suppress
 
 from starlette.datastructures import Headers
+from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_speculation.server.api_errors import ApiError, invalid
@@ -58,14 +53,10 @@ class Gate:
 
 
 def check_framing(scope: Scope) -> None:
-    """Refuse ambiguous framing, a large head, and versions other than 1.0 and 1.1.
-
-    If a proxy and this server disagree on where a request ends, a part of one client's
-    body is taken for the next client's request. h11 has already refused malformed
-    headers, lengths that are not numbers, and lengths that contradict each other. But
-    h11 accepts a length beside Transfer-Encoding, and ignores the length.
-    """
+    """Refuse ambiguous framing, a large head, and versions other than 1.0 and 1.1."""
     names = [name for name, _ in scope["headers"]]
+    # h11 ignores a length beside Transfer-Encoding. A proxy that does not would take a
+    # part of one client's body for the next client's request.
     if b"transfer-encoding" in names and b"content-length" in names:
         raise invalid(
             "Transfer-Encoding and Content-Length are both given. Send Content-Length "
@@ -125,12 +116,12 @@ def check_size(headers: Headers, most: int) -> None:
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, and close once the client has sent its body."""
     headers, body = error.closing(scope["path"])
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    start = {"type": "http.response.start", "status": error.status, "headers": raw}
-    await send(start)
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-    with suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_SECONDS):
-            while (await receive()).get("more_body"):
-                pass
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def content() -> AsyncIterator[bytes]:
+        yield body
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while (await receive()).get("more_body"):
+                    pass
+
+    await StreamingResponse(content(), error.status, headers).stream_response(send)

@@ -1,7 +1,6 @@
 """Routes of all paths, with the body models that OpenAPI shows."""
 
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from functools import partial
@@ -73,17 +72,21 @@ class JsonRoute(APIRoute):
 
 
 class Api:
-    """The routes and their state."""
+    """The routes and their state; the models of `worker` are loaded."""
 
-    def __init__(
-        self,
-        worker: Worker,  # whose models are loaded
-        settings: Settings,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, worker: Worker, settings: Settings, metrics: Metrics) -> None:
         self._worker, self._settings, self._metrics = worker, settings, metrics
         self._answering = Answering(worker, settings, metrics)
-        self._created = int(time.time())
+        name, created = settings.names[0], datetime.now(UTC).replace(microsecond=0)
+        self._model = {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created": int(created.timestamp()),
+            "created_at": created.isoformat(),
+            "owned_by": "mlx-speculation",
+        }
 
     def app(self) -> ASGIApp:
         """Return the app within its middleware."""
@@ -162,9 +165,9 @@ class Api:
         @app.get(MODELS)
         async def models() -> dict[str, Any]:
             """List the model, for OpenAI's and Anthropic's clients."""
-            model = self._model()
-            ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
-            return {"object": "list", "data": [model], **ends}
+            name = self._model["id"]
+            ends = {"first_id": name, "last_id": name, "has_more": False}
+            return {"object": "list", "data": [self._model], **ends}
 
         # A name may hold a slash, as those of repositories do.
         @app.get(f"{MODELS}/{{name:path}}")
@@ -177,19 +180,7 @@ class Api:
                     param="model",
                     code="model_not_found",
                 )
-            return self._model()
-
-    def _model(self) -> dict[str, Any]:
-        name, created = self._settings.names[0], self._created
-        return {
-            "id": name,
-            "object": "model",
-            "type": "model",
-            "display_name": name,
-            "created": created,
-            "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
-            "owned_by": "mlx-speculation",
-        }
+            return self._model
 
     async def _failed(self, http: Request, error: Any) -> Response:
         """Return an error in the form of the API that the path belongs to."""
@@ -208,30 +199,19 @@ class Api:
 
 
 def _as_error(http: Request, error: Any) -> ApiError:
-    cause = error.__cause__
     if isinstance(error, RequestValidationError):
         return as_invalid(error.errors(), error.body)
-    if isinstance(error, HTTPException):
-        if isinstance(cause, ApiError):  # raised while FastAPI read the body
-            return cause
-        if error.status_code in (404, 405):
-            return _no_such_path(http, (error.headers or {}).get("Allow"))
-        return ApiError(error.status_code, str(error.detail))
-    return as_api_error(error)
-
-
-def _no_such_path(http: Request, allowed: str | None) -> ApiError:
-    """Return the error for a path that does not exist, or takes another method."""
+    if not isinstance(error, HTTPException):
+        return as_api_error(error)
+    if isinstance(error.__cause__, ApiError):  # raised while FastAPI read the body
+        return error.__cause__
     method, path = http.method, http.url.path[:200]
-    if allowed is None:
-        return ApiError(
-            404,
-            f"There is no {method} {path!r} here. GET / lists the paths.",
-            code="no_path",
-        )
-    json = " with a JSON object" if allowed == "POST" else ""
-    return ApiError(
-        405,
-        f"{path!r} does not accept {method}. Send a {allowed}{json}.",
-        code="no_method",
-    )
+    if error.status_code == 404:
+        text = f"There is no {method} {path!r} here. GET / lists the paths."
+        return ApiError(404, text, code="no_path")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow")
+        json = " with a JSON object" if allowed == "POST" else ""
+        text = f"{path!r} does not accept {method}. Send a {allowed}{json}."
+        return ApiError(405, text, code="no_method")
+    return ApiError(error.status_code, str(error.detail))

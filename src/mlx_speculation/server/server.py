@@ -1,7 +1,4 @@
-"""The server: starts and stops HTTP and the engine.
-
-uvicorn serves HTTP in a thread of its own.
-"""
+"""The server: starts and stops the engine, and HTTP by uvicorn in a thread."""
 
 import logging
 import socket
@@ -9,7 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -30,10 +27,7 @@ ENGINE_SECONDS, PARTING_SECONDS = 5.0, 2.0
 
 
 class Server:
-    """Serves one pair of models over HTTP.
-
-        with Server(settings, make_generator) as server:
-            print(server.url)
+    """Serves one pair of models over HTTP, as a context manager too.
 
     Raises:
         InvalidRequestError: the address cannot be used.
@@ -79,11 +73,12 @@ class Server:
             self._socket.close()
             self.worker.end(PARTING_SECONDS)
             raise
-        # uvicorn calls this for each connection, as it would call a protocol class.
-        protocol = partial(BoundedProtocol, limits=settings.limits, metrics=metrics)
+        protocol: Any = partial(
+            BoundedProtocol, limits=settings.limits, metrics=metrics
+        )
         config = uvicorn.Config(
             Api(self.worker, settings, metrics).app(),
-            http=cast("Any", protocol),
+            http=protocol,
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -104,9 +99,7 @@ class Server:
     def stop(self, grace: float = 0.0) -> bool:
         """Refuse new requests, and stop the server. A second call does nothing.
 
-        Args:
-            grace: seconds for running requests to end. Those that have not ended by
-                then are cut off, and their clients get an error.
+        Requests that still run after `grace` seconds end with an error.
 
         Returns:
             Whether the engine has ended. If it hangs, its thread goes on, and mlx may
@@ -129,8 +122,8 @@ class Server:
         """Accept no more connections; close open ones once their answers are read."""
         self._http.should_exit = True
         self._thread.join(PARTING_SECONDS)
-        for each in tuple(self._http.server_state.connections):
-            connection = cast("Any", each)
+        connections: Any = tuple(self._http.server_state.connections)
+        for connection in connections:
             with suppress(RuntimeError):  # the loop has ended
                 connection.loop.call_soon_threadsafe(connection.transport.abort)
         self._http.force_exit = True
@@ -146,11 +139,10 @@ class Server:
 
 
 def _bound(host: str, port: int) -> socket.socket:
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
-        result = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, _, _, _, address = result[0]
+        infos = socket.getaddrinfo(host, port, type=kind, flags=flags)
+        family, _, _, _, address = infos[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise InvalidRequestError(
