@@ -1,9 +1,4 @@
-"""Answers: the engine generates a request's texts, and an API's `Face` formats them.
-
-prepare   the prompt, parser and constraint of each text, in a thread of its own
-submit    each text to the engine, which accepts or refuses it
-answer    as a whole, or as a stream; a client that leaves cancels all texts
-"""
+"""Answers: the engine generates a request's texts, and an API's `Face` formats them."""
 
 import asyncio
 import json
@@ -38,6 +33,7 @@ from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.request.images import opened
 from mlx_speculation.server.request.options import TextOptions
 from mlx_speculation.server.request.request import Chat, GenerationRequest
+from mlx_speculation.server.request.transcript import parts_of
 from mlx_speculation.server.schemas.constraint import AfterThinking
 from mlx_speculation.server.schemas.tool_calls import call_grammar
 
@@ -62,12 +58,14 @@ class Answering:
         reads_images = isinstance(worker.main.generator.model, VisionTarget)
         self._settings = replace(settings, reads_images=reads_images)
 
-    async def answer(self, http: Request, make: Callable[[Settings], Face]) -> Response:
-        """Return the answer to a request whose body was read; `make` makes its face."""
+    async def answer(
+        self, http: Request, make: Callable[[Any, Settings], Face], body: TextOptions
+    ) -> Response:
+        """Return the answer to a request with this body; `make` makes its face."""
         with ExitStack() as stack:
             check = self._watching(http, stack)
             try:
-                face = await in_thread(partial(make, self._settings), check)
+                face = await in_thread(partial(make, body, self._settings), check)
                 jobs = [
                     await self._submitted(each, check, stack)
                     for each in face.request.texts()
@@ -251,21 +249,16 @@ class Answering:
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
         text = tokenizer.decode(tokens)
-        places = {stop: text.find(stop) for stop in stops if stop in text}
-        return min(places, key=lambda stop: places[stop], default=None)
+        return min((one for one in stops if one in text), key=text.find, default=None)
 
 
 def _without_images(chat: Chat) -> Chat:
     """Return a chat without its images, for `ChatTemplate.rendered`."""
-    if not chat.images:
-        return chat
-    messages = []
-    for message in chat.messages:
-        content = message["content"]
-        if isinstance(content, list):
-            content = "".join(part.get("text", "") for part in content)
-        messages.append({**message, "content": content})
-    return replace(chat, messages=tuple(messages), images=())
+    contents = [parts_of(message["content"]) for message in chat.messages]
+    texts = ["".join(part.get("text", "") for part in parts) for parts in contents]
+    pairs = zip(chat.messages, texts, strict=True)
+    messages = tuple({**message, "content": text} for message, text in pairs)
+    return replace(chat, messages=messages, images=())
 
 
 async def in_thread(act: Callable[[], T], check: Check) -> T:
@@ -275,20 +268,20 @@ async def in_thread(act: Callable[[], T], check: Check) -> T:
         Exception: any error of the call, or of `check` before the call ends.
     """
     outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(act())
+        except BaseException as error:
+            outcome.set_exception(error)
+
     done = asyncio.wrap_future(outcome)
     # This reads the exception, since asyncio logs exceptions that nobody has read.
     done.add_done_callback(lambda it: it.exception())
-    threading.Thread(target=_run, args=(act, outcome), daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     while not (await asyncio.wait([done], timeout=POLL_SECONDS))[0]:
         check()
     return done.result()
-
-
-def _run(act: Callable[[], T], outcome: "Future[T]") -> None:
-    try:
-        outcome.set_result(act())
-    except BaseException as error:
-        outcome.set_exception(error)
 
 
 class EventStream(StreamingResponse):

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -114,8 +113,7 @@ class Api:
         return gate
 
     def _add_posted(self, app: FastAPI) -> None:
-        async def answer(http: Request, face: Any, body: Any) -> Response:
-            return await self._answering.answer(http, partial(face, body))
+        answer = self._answering.answer
 
         async def chat(body: ChatBody, http: Request) -> Response:
             """Answer a chat, rendered by the tokenizer's template."""

@@ -11,12 +11,11 @@ from mlx_speculation.server.answer_parts import Part, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
+from mlx_speculation.server.request.models import Object
 from mlx_speculation.server.request.options import TextOptions
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Result
-
-Block = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +26,8 @@ class Ending:
     prompt_tokens: int  # 0 if an earlier text has counted the prompt
     reasoning_tokens: int = 0
     called: bool = False  # whether the text calls a tool
-    # The stop text that has ended the text; None: no stop text has.
-    stop_text: str | None = None
-    # Whether the context had no room for as many tokens as were asked for.
-    out_of_room: bool = False
+    stop_text: str | None = None  # the stop text that has ended the text
+    out_of_room: bool = False  # whether the context had no room for `max_tokens`
 
     @property
     def cut(self) -> bool:
@@ -48,17 +45,18 @@ class Ending:
         return min(self.result.stats.reused, self.prompt_tokens)
 
 
-def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
+def speculative(endings: Sequence[Ending], draft: str | None) -> Object:
     """Return drafting statistics of texts; a draft "auto" is shown as its sources."""
     every = [each.result.stats for each in endings]
     reached = zip_longest(*(each.reached for each in every), fillvalue=0)
     names = ("rounds", "drafts", "drafted", "accepted")
     sums: Any = {name: sum(getattr(one, name) for one in every) for name in names}
-    stats = Statistics(**sums, reached=[sum(place) for place in reached])
-    sources = dict.fromkeys(name for each in every for name in each.sources)
-    drafted = ", ".join(sources) or None
+    stats = Statistics(**sums, reached=[*map(sum, reached)])
+    if draft == "auto":
+        sources = dict.fromkeys(name for each in every for name in each.sources)
+        draft = ", ".join(sources) or None
     return {
-        "draft": drafted if draft == "auto" else draft,
+        "draft": draft,
         "seed": endings[0].result.seed,
         **sums,
         "acceptance_rate": stats.acceptance_rate,
@@ -74,7 +72,7 @@ class Face:
     Its methods return the events of a stream; `answer` is the whole answer.
     """
 
-    answer: dict[str, Any]  # set by the last event
+    answer: Object  # set by the last event
 
     def __init__(self, body: TextOptions, settings: Settings) -> None:
         self.request = body.request(settings)
@@ -120,7 +118,7 @@ class BlockFace(Face):
 
     def __init__(self, body: TextOptions, settings: Settings) -> None:
         super().__init__(body, settings)
-        self._blocks: list[Block] = []  # the complete blocks
+        self._blocks: list[Object] = []  # the complete blocks
         self._open: Part | None = None  # the first part of the open block
         self._text = ""  # of the open block
         self._spaces = ""  # white space before a text block
@@ -171,7 +169,7 @@ class BlockFace(Face):
         raise NotImplementedError
 
 
-def event(data: dict[str, Any], name: str | None = None) -> bytes:
+def event(data: Object, name: str | None = None) -> bytes:
     """Return a server-sent event."""
     line = "" if name is None else f"event: {name}\n"
     return f"{line}data: {json.dumps(data)}\n\n".encode()

@@ -1,21 +1,17 @@
-"""Chat Completions: bodies (with the fields that agents add), chunks and messages.
+"""Chat Completions: bodies with the fields that agents add, chunks and messages.
 
-Unknown fields of messages are ignored: agents send answers back, with fields of their
-own. Unknown fields of the body are refused: see `StrictModel`.
+Unknown fields of messages are ignored, since agents send answers back with own fields.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import AliasChoices, Field
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.apis.base import Ending
-from mlx_speculation.server.apis.openai import (
-    OpenAIBody,
-    OpenAIFace,
-)
+from mlx_speculation.server.apis.openai import OpenAIBody, OpenAIFace
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
 from mlx_speculation.server.request.content import (
@@ -31,8 +27,8 @@ from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Arguments, Conversation
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Keywords of `apply_chat_template` that a request may not set. For example, a client's
-# own template could run for ever.
+# Keywords of `apply_chat_template` that a request may not set: a client's own template
+# could run for ever.
 RESERVED = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message"),
@@ -171,14 +167,14 @@ class ChatFace(OpenAIFace):
             return "tool_calls"
         return super()._reason(ending)
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[Token]) -> Object:
         content = [
             {**_entry(token), "top_logprobs": [*map(_entry, token.top)]}
             for token in tokens
         ]
         return {"content": content, "refusal": None}
 
-    def _pieces(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _pieces(self, part: Part) -> Iterator[Object]:
         if isinstance(part, Text):
             yield {"content": part.text}
         elif isinstance(part, Reasoning):
@@ -190,24 +186,24 @@ class ChatFace(OpenAIFace):
             function = {"arguments": part.arguments}
             yield {"tool_calls": [{**index, "function": function}]}
 
-    def _calls(self) -> list[dict[str, Any]]:
+    def _calls(self) -> list[Object]:
         return [_call(part) for part in self._parts if isinstance(part, ToolCall)]
 
-    def _whole(self) -> dict[str, Any]:
+    def _whole(self) -> Object:
         content, thought, calls = self._said(Text), self._said(Reasoning), self._calls()
-        message: dict[str, Any] = {"role": "assistant"}
+        message: Object = {"role": "assistant"}
         message["content"] = content if content or not calls else None
         if thought:
             message |= {"reasoning": thought, "reasoning_content": thought}
         return {**message, "tool_calls": calls} if calls else message
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall) -> Object:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _entry(one: Token) -> dict[str, Any]:
+def _entry(one: Token) -> Object:
     """Return one token; its id is added, as in mlx-lm's server.
 
     If the token's text is a part of a character, the token's bytes are unknown.

@@ -1,11 +1,7 @@
 """The Messages API: bodies as coding agents send them, blocks and events.
 
-cache_control    is ignored everywhere, since clients move it from turn to turn
-billing line     a system block for the client's billing; it is left out, since its
-                 values change with every request
-deferred tools   are not in the list of tools for the model, but described where a
-                 `tool_reference` names them, so that the tokens of earlier turns stay
-                 the same
+Fields that change from turn to turn, such as `cache_control`, are left out, so that the
+tokens of earlier turns stay the same.
 """
 
 import json
@@ -17,16 +13,10 @@ from pydantic import Field
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import MESSAGES, ApiError
-from mlx_speculation.server.apis.base import (
-    Block,
-    BlockFace,
-    Ending,
-    event,
-    speculative,
-)
+from mlx_speculation.server.apis.base import BlockFace, Ending, event, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.content import Content
-from mlx_speculation.server.request.models import RequestModel
+from mlx_speculation.server.request.models import Object, RequestModel
 from mlx_speculation.server.request.options import (
     Count,
     FormatConfig,
@@ -107,7 +97,7 @@ class MessagesFace(BlockFace):
 
     def __init__(self, body: MessagesBody, settings: Settings) -> None:
         super().__init__(body, settings)
-        self._head: Block = {
+        self._head: Object = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
@@ -162,7 +152,7 @@ class MessagesFace(BlockFace):
         return _event(name, index=len(self._blocks), **fields)
 
 
-def _block(part: Part, text: str, signature: str) -> Block:
+def _block(part: Part, text: str, signature: str) -> Object:
     match part:
         case Text():
             return {"type": "text", "text": text}
@@ -177,7 +167,7 @@ def _event(name: str, /, **fields: Any) -> bytes:
     return event({"type": name, **fields}, name)
 
 
-def _usage(prompt: int, cached: int = 0, output: int = 0) -> dict[str, Any]:
+def _usage(prompt: int, cached: int = 0, output: int = 0) -> Object:
     return {
         "input_tokens": prompt - cached,
         "cache_read_input_tokens": cached,
@@ -186,7 +176,7 @@ def _usage(prompt: int, cached: int = 0, output: int = 0) -> dict[str, Any]:
     }
 
 
-def _stopped(ending: Ending) -> dict[str, Any]:
+def _stopped(ending: Ending) -> Object:
     """Return the reason for the end of a message, and its stop text."""
     reason = "end_turn"
     if ending.cut:

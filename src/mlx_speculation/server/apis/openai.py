@@ -1,7 +1,4 @@
-"""Legacy completions, which continue texts or lists of token ids.
-
-Chat Completions have the same fields, chunks and choices.
-"""
+"""Legacy completions, and what Chat Completions share with them."""
 
 import time
 import uuid
@@ -26,8 +23,7 @@ from mlx_speculation.server.request.options import (
 )
 from mlx_speculation.server.request.request import GenerationRequest
 
-# Length if neither the request nor --max-tokens gives one: unlike the answer in a chat,
-# a continued text has no end of turn at which the model would stop.
+# Length of a continued text, which has no end of turn at which the model would stop.
 TEXT_LENGTH = 512
 FINGERPRINT = f"mlx-speculation-{__version__}"
 Alternatives = Annotated[int, Field(ge=-1, le=20)]  # -1: none, as in mlx-lm
@@ -144,7 +140,7 @@ class OpenAIFace(Face):
             "model": settings.names[0],
             "system_fingerprint": FINGERPRINT,
         }
-        self._choices: list[dict[str, Any]] = []  # the texts that have ended
+        self._choices: list[Object] = []  # the texts that have ended
         self._endings: list[Ending] = []
         self._parts: list[Part] = []  # of the text that has not ended
         self._tokens: list[Token] = []
@@ -172,8 +168,8 @@ class OpenAIFace(Face):
         """Send the reason for the end of a text."""
         reason = self._reason(ending)
         yield self._chunk(choice, self.last, reason)
-        kind, whole = self.fields[0], self._whole()
-        self._choices.append(self._choice(choice, kind, whole, self._tokens, reason))
+        whole = {self.fields[0]: self._whole(), "finish_reason": reason}
+        self._choices.append(self._choice(choice, self._tokens, whole))
         self._endings.append(ending)
         self._parts, self._tokens, self._sent = [], [], 0
 
@@ -197,7 +193,7 @@ class OpenAIFace(Face):
         """Return the current text in the form of a whole answer."""
         raise NotImplementedError
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[Token]) -> Object:
         """Return the probabilities of tokens."""
         raise NotImplementedError
 
@@ -211,43 +207,34 @@ class OpenAIFace(Face):
     def _chunk(self, choice: int, piece: Any, reason: str | None = None) -> bytes:
         """Return a chunk, with the probabilities that have not been sent yet."""
         tokens, self._sent = self._tokens[self._sent :], len(self._tokens)
-        one = self._choice(choice, self.fields[1], piece, tokens, reason)
-        return event(self._packet(self.kinds[1], [one]))
+        said = {self.fields[1]: piece, "finish_reason": reason}
+        return event(self._packet(self.kinds[1], [self._choice(choice, tokens, said)]))
 
-    def _choice(
-        self,
-        index: int,
-        field: str,
-        piece: Any,
-        tokens: list[Token],
-        reason: str | None,
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, tokens: Sequence[Token], said: Object) -> Object:
         logprobs = self._logprobs(tokens) if tokens else None
-        named = {"index": index, field: piece, "finish_reason": reason}
-        return {**named, "logprobs": logprobs}
+        return {"index": index, **said, "logprobs": logprobs}
 
-    def _packet(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _packet(self, kind: str, choices: list[Object]) -> Object:
         packet = {**self._head, "object": kind, "choices": choices}
         # If usage was asked for, it is null in all chunks but the last.
         return {**packet, "usage": None} if self._counts else packet
 
-    def _usage(self) -> dict[str, Any]:
-        endings, drafts = self._endings, list[Any]()
-        prompt = sum(each.prompt_tokens for each in endings)
-        tokens = sum(each.tokens for each in endings)
-        drafts += [each.result.stats for each in endings]
+    def _usage(self) -> Object:
+        endings = self._endings
+        drafts: list[Any] = [each.result.stats for each in endings]
         # If the request has no prediction, all drafted tokens count as predicted.
         if "prediction" in self.request.options:
             none = SourceCounts()
             drafts = [each.sources.get("prediction", none) for each in drafts]
         accepted = sum(each.accepted for each in drafts)
+        cached = sum(each.cached_tokens for each in endings)
+        prompt = sum(each.prompt_tokens for each in endings)
+        tokens = sum(each.tokens for each in endings)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": tokens,
             "total_tokens": prompt + tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(each.cached_tokens for each in endings)
-            },
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(each.reasoning_tokens for each in endings),
                 "accepted_prediction_tokens": accepted,
@@ -285,7 +272,7 @@ class CompletionFace(OpenAIFace):
     def _whole(self) -> str:
         return self._said(Text)
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[Token]) -> Object:
         return {
             "tokens": [each.text for each in tokens],
             "token_ids": [each.id for each in tokens],

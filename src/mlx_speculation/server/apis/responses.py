@@ -1,12 +1,5 @@
 """The Responses API: items of requests and answers, and the events of streams.
 
-Kinds of tools:
-
-    namespace   a group of tools; the chat template names a tool NAMESPACE__NAME, and
-                an answer gives the namespace and the tool's own name
-    custom      a tool that takes a text becomes a function with the argument "input"
-    other kinds, which OpenAI's servers would run, are ignored
-
 No response is stored: fields that name an earlier response are refused. All events of
 an item have the item's id, and the events of a stream are numbered from 0 on.
 """
@@ -22,13 +15,7 @@ from pydantic import BeforeValidator, Field
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis.base import (
-    Block,
-    BlockFace,
-    Ending,
-    event,
-    speculative,
-)
+from mlx_speculation.server.apis.base import BlockFace, Ending, event, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.content import (
     Content,
@@ -63,7 +50,7 @@ ECHOED: Object = {  # fields that the response repeats, with their defaults
     "max_output_tokens": None,
 }
 # By kind of item: the prefix of its id, the name of its events, and fixed fields.
-KINDS: dict[str, tuple[str, str, Block]] = {
+KINDS: dict[str, tuple[str, str, Object]] = {
     "message": ("msg", "output_text", {"role": "assistant"}),
     "reasoning": ("rs", "reasoning_text", {"summary": [], "encrypted_content": None}),
     "function_call": ("fc", "function_call_arguments", {}),
@@ -98,9 +85,8 @@ class CallItem(RequestModel):
     def block(self) -> UseBlock:
         """The call under its flat name."""
         name = flat(self.name, self.namespace)
-        return UseBlock(
-            type="tool_use", id=self.call_id, name=name, input=self.arguments
-        )
+        given = self.arguments
+        return UseBlock(type="tool_use", id=self.call_id, name=name, input=given)
 
 
 class OutputItem(RequestModel):
@@ -124,18 +110,18 @@ def _items(given: Any) -> Any:
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    items = []
     for i, each in enumerate(given):
-        if isinstance(each, dict):
-            each = {**each, "type": each.get("type") or "message"}
-            if each["type"] == "item_reference":
-                raise invalid(
-                    f"input[{i}] refers to a stored item, and this server stores none. "
-                    "Send the item itself, as clients do with store: false.",
-                    f"input[{i}]",
-                )
-        items.append(each)
-    return items
+        if isinstance(each, dict) and each.get("type") == "item_reference":
+            raise invalid(
+                f"input[{i}] refers to a stored item, and this server stores none. "
+                "Send the item itself, as clients do with store: false.",
+                f"input[{i}]",
+            )
+    typed = {"type": "message"}
+    return [
+        each | typed if isinstance(each, dict) and not each.get("type") else each
+        for each in given
+    ]
 
 
 Item = Annotated[
@@ -223,7 +209,7 @@ class ResponsesFace(BlockFace):
         self._tools = Toolbox(body.tools).kinds
         self._head = _head(body, self.request.sampling, settings)
         self._number = 0  # of the next event
-        self._item: Block = {}  # the open item, without its text
+        self._item: Object = {}  # the open item, without its text
         self._name = self._field = ""  # of its events, and of its text in them
 
     def open(self, choice: int, prompt_tokens: int) -> Iterable[bytes]:
@@ -249,7 +235,7 @@ class ResponsesFace(BlockFace):
         response["error"] = {"code": code or error.type, "message": error.message}
         yield self._event("failed", response=response)
 
-    def _response(self, status: str, ending: Ending | None = None) -> dict[str, Any]:
+    def _response(self, status: str, ending: Ending | None = None) -> Object:
         """Return the response as it is now."""
         response = {**self._head, "status": status, "output": [*self._blocks]}
         if status == "incomplete":
@@ -259,7 +245,7 @@ class ResponsesFace(BlockFace):
             response["completed_at"] = int(time.time())
         return response
 
-    def _usage(self, ending: Ending) -> dict[str, Any]:
+    def _usage(self, ending: Ending) -> Object:
         details = {"cached_tokens": ending.cached_tokens, "cache_write_tokens": 0}
         return {
             "input_tokens": ending.prompt_tokens,
@@ -309,14 +295,14 @@ class ResponsesFace(BlockFace):
         yield self._of_item("output_item.done", item=item)
         self._blocks.append(item)
 
-    def _whole(self, status: str, content: list[Block]) -> Block:
+    def _whole(self, status: str, content: list[Object]) -> Object:
         """Return the open item; `content` counts unless the item is a call."""
-        text = content if self._field == "text" else self._text
-        named = "content" if self._field == "text" else self._field
-        return {**self._item, "status": status, named: text}
+        text: Object = {self._field: self._text}
+        said = {"content": content} if "text" in text else text
+        return {**self._item, "status": status, **said}
 
-    def _content(self) -> Block:
-        part: Block = {"type": self._name, "text": self._text}
+    def _content(self) -> Object:
+        part: Object = {"type": self._name, "text": self._text}
         if self._name == "output_text":
             part |= {"annotations": [], "logprobs": []}
         return part
@@ -337,9 +323,7 @@ class ResponsesFace(BlockFace):
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
-def _head(
-    body: ResponsesBody, sampling: Sampling, settings: Settings
-) -> dict[str, Any]:
+def _head(body: ResponsesBody, sampling: Sampling, settings: Settings) -> Object:
     """Return the fields that a response has in all its states."""
     form = body.text.format.model_dump(by_alias=True, exclude_none=True)
     if form["type"] == "json_schema":
