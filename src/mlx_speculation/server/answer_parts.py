@@ -1,9 +1,5 @@
 """Division of an answer's text into content, reasoning and tool calls, for any API.
 
-    parser = AnswerParser(machine, read=partial(read_calls, parser=tool_parser))
-    parser.feed(text)       # the parts that a piece of the text adds, in order
-    parser.end()            # the parts of text that was held back as a possible mark
-
 If the text between the marks of a tool call is not a call, it is content, as are these
 marks.
 """
@@ -14,6 +10,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from pydantic import AliasChoices, Field
@@ -30,7 +27,7 @@ NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"  # `TextStateMachine`'s 
 class ToolCall:
     """One call of a function."""
 
-    name: str  # of the function
+    name: str
     arguments: str  # a JSON object
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
@@ -96,8 +93,8 @@ class AnswerParser:
         if self._machine is None:
             yield from self._added(text)
             return
-        # The machine drops marks. One character completes at most one mark, which is
-        # then what was held back.
+        # The machine drops marks. A character completes at most one mark: the pending
+        # text.
         for char in text:
             self._pending += char
             self._state, segments = self._machine.split(self._state, char)
@@ -105,7 +102,9 @@ class AnswerParser:
             yield from self._added(before)
             self._pending = self._pending[len(before) :]
             for name, _ in segments[1:]:
-                yield from self._passed(self._pending, name)
+                if self._name == TOOL:
+                    yield from self._closed(self._pending)
+                self._name, self._tool, self._opened = name, [], self._pending
                 self._pending = ""
 
     def end(self) -> Iterator[Part]:
@@ -119,12 +118,6 @@ class AnswerParser:
             self._tool.append(text)
         elif text and self._name in KINDS:
             yield KINDS[self._name](text)
-
-    def _passed(self, mark: str, name: str) -> Iterator[Part]:
-        if self._name == TOOL:
-            yield from self._closed(mark)
-        self._name, self._tool = name, []
-        self._opened = mark
 
     def _closed(self, mark: str) -> Iterator[Part]:
         """Yield the calls before `mark`; if their text cannot be read, that text."""
@@ -143,12 +136,9 @@ class AnswerParser:
 def joined(parts: Iterable[Part]) -> list[Part]:
     """Return parts with adjacent pieces of text, and of reasoning, joined."""
     whole: list[Part] = []
-    for part in parts:
-        last = whole[-1] if whole else None
-        if isinstance(part, Text | Reasoning) and isinstance(last, type(part)):
-            whole[-1] = type(part)(last.text + part.text)
-        else:
-            whole.append(part)
+    runs: Iterable[tuple[Any, Any]] = groupby(parts, type)
+    for kind, run in runs:
+        whole += run if kind is ToolCall else [kind("".join(part.text for part in run))]
     return whole
 
 

@@ -81,8 +81,8 @@ class Answering:
                 raise
             except Exception as error:
                 raise as_api_error(error) from error
-        body = json.dumps(face.answer).encode()
-        return Response(body, media_type="application/json")
+        answer = json.dumps(face.answer).encode()
+        return Response(answer, media_type="application/json")
 
     async def count(self, http: Request, body: TextOptions) -> int:
         """Return the number of tokens of a chat's prompt, without the engine."""

@@ -95,22 +95,17 @@ class Defaults:
 class Settings:
     """All settings but the models."""
 
-    # Names of the model: requests may use any of them, and answers show the first
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the model; answers show the first
     draft: str | None = None  # name of the draft; None: no drafting
     api_key: str | None = None  # None: clients need no key
-    # Origins of web pages that may use the server; "*": all
-    allowed_origins: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # of web pages; "*": all
     max_rows: int = 32  # the maximum number of requests decoded together
-    # The maximum number of tokens of a prompt chunk; one chunk is read between two
-    # rounds. None: 2048, or 256 on a CPU
+    # Maximum tokens of a prompt chunk between two rounds; None: 2048, or 256 on a CPU
     prefill_step: int | None = None
-    # Keywords for every chat template
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()
     limits: Limits = Limits()
-    # Requests may name image files under this folder; None: no files
-    image_folder: Path | None = None
+    image_folder: Path | None = None  # of images that requests may name; None: no files
     fetch_images: bool = False  # whether requests may name images by URL
     fetch_private: bool = False  # whether such URLs may be at private addresses
     reads_images: bool = True  # whether the model reads images; set by `Answering`

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,7 +18,6 @@ from mlx_speculation.server.metrics import Metrics
 MOST_HEADERS, LARGEST_HEAD = 100, 1 << 15
 # Paths that need no API key: they say that a server runs, and how to use it.
 OPEN = ("/", "/health", "/api/hello", "/docs", "/openapi.json")
-JSON = (b"content-type", b"application/json")
 
 
 class Gate:
@@ -30,11 +29,11 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error."""
         headers = Headers(scope=scope)
-        named = (b"request-id", f"req_{uuid.uuid4().hex}".encode())
+        name = f"req_{uuid.uuid4().hex}"
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], named]}
+                MutableHeaders(scope=message)["request-id"] = name
             await send(message)
 
         try:
@@ -43,8 +42,7 @@ class Gate:
             if scope["method"] == "POST":
                 check_size(headers, self._settings.limits.body_bytes)
                 # A body is read as JSON, whatever its Content-Type.
-                kept = [each for each in scope["headers"] if each[0] != JSON[0]]
-                scope = {**scope, "headers": [*kept, JSON]}
+                MutableHeaders(scope=scope)["content-type"] = "application/json"
         except ApiError as error:
             self._metrics.add("requests_refused", error.status)
             await refuse(error, scope, receive, send_named)

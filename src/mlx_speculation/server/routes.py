@@ -17,11 +17,7 @@ from mlx_speculation import __version__
 from mlx_speculation.server.answering import Answering
 from mlx_speculation.server.api_errors import ApiError, as_api_error
 from mlx_speculation.server.apis.chat_completions import ChatBody, ChatFace
-from mlx_speculation.server.apis.messages import (
-    CountBody,
-    MessagesBody,
-    MessagesFace,
-)
+from mlx_speculation.server.apis.messages import CountBody, MessagesBody, MessagesFace
 from mlx_speculation.server.apis.openai import (
     FINGERPRINT,
     CompletionBody,
@@ -36,15 +32,15 @@ from mlx_speculation.server.middleware import Gate
 from mlx_speculation.server.request.models import as_invalid, parsed
 
 LOG = logging.getLogger("mlx_speculation.server")
-CHATS = ("/v1/chat/completions", "/chat/completions")
-TEXTS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/responses"
-MODELS = "/v1/models"
-POSTED = (*CHATS, TEXTS, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES)
-OTHERS = ("/health", "/metrics", "/docs", "/openapi.json")
+POSTED = (
+    *("/v1/chat/completions", "/chat/completions", "/v1/completions"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+)
+OTHERS = ("/v1/models", "/health", "/metrics", "/docs", "/openapi.json")
 WELCOME = {
     "server": FINGERPRINT,
     "api": "OpenAI's Chat Completions, Responses and completions; Anthropic's Messages",
-    "paths": [CHATS[0], *POSTED[2:], MODELS, *OTHERS],
+    "paths": [POSTED[0], *POSTED[2:], *OTHERS],
 }
 FAILURES = (ApiError, HTTPException, RequestValidationError, Exception)
 
@@ -160,7 +156,7 @@ class Api:
             page, kind = self._metrics.page()
             return Response(page, headers={"Content-Type": kind})
 
-        @app.get(MODELS)
+        @app.get("/v1/models")
         async def models() -> dict[str, Any]:
             """List the model, for OpenAI's and Anthropic's clients."""
             name = self._model["id"]
@@ -168,16 +164,12 @@ class Api:
             return {"object": "list", "data": [self._model], **ends}
 
         # A name may hold a slash, as those of repositories do.
-        @app.get(f"{MODELS}/{{name:path}}")
+        @app.get("/v1/models/{name:path}")
         async def model(name: str) -> dict[str, Any]:
             """Describe one model."""
             if name not in self._settings.names:
-                raise ApiError(
-                    404,
-                    f"The model {name[:200]!r} is not served here.",
-                    param="model",
-                    code="model_not_found",
-                )
+                text = f"The model {name[:200]!r} is not served here."
+                raise ApiError(404, text, param="model", code="model_not_found")
             return self._model
 
     async def _failed(self, http: Request, error: Any) -> Response:

@@ -38,12 +38,10 @@ class Server:
     def __init__(
         self,
         settings: Settings,
-        # Loads the models; called in the thread that will run them, with `prefixes`
-        make_generator: MakeGenerator,
+        make_generator: MakeGenerator,  # called in the thread that will run the models
         *,
-        # The prefix cache; None: every prompt is read as a whole
-        prefixes: "PrefixCache | None" = None,
-        host: str = "127.0.0.1",  # the address to listen at
+        prefixes: "PrefixCache | None" = None,  # None: prompts are read as a whole
+        host: str = "127.0.0.1",
         port: int = 0,  # 0: any free port
     ) -> None:
         self._settings, self._metrics = settings, Metrics(settings.names[0])
@@ -60,11 +58,7 @@ class Server:
         return len(self._http.server_state.connections)
 
     def start(self) -> None:
-        """Load the models, and take requests.
-
-        Raises:
-            Exception: any error of loading the models.
-        """
+        """Load the models, and take requests."""
         settings, metrics = self._settings, self._metrics
         self.worker = Worker(settings, metrics, self._make_generator, self._prefixes)
         try:
@@ -73,12 +67,10 @@ class Server:
             self._socket.close()
             self.worker.end(PARTING_SECONDS)
             raise
-        protocol: Any = partial(
-            BoundedProtocol, limits=settings.limits, metrics=metrics
-        )
+        protocol = partial(BoundedProtocol, limits=settings.limits, metrics=metrics)
         config = uvicorn.Config(
             Api(self.worker, settings, metrics).app(),
-            http=protocol,
+            http=protocol,  # type: ignore[arg-type]
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -102,8 +94,7 @@ class Server:
         Requests that still run after `grace` seconds end with an error.
 
         Returns:
-            Whether the engine has ended. If it hangs, its thread goes on, and mlx may
-            abort this process when the process exits.
+            False if the engine hangs: mlx may abort this process when it exits.
         """
         if self._engine_ended is not None:
             return self._engine_ended
@@ -122,8 +113,8 @@ class Server:
         """Accept no more connections; close open ones once their answers are read."""
         self._http.should_exit = True
         self._thread.join(PARTING_SECONDS)
-        connections: Any = tuple(self._http.server_state.connections)
-        for connection in connections:
+        connection: Any
+        for connection in tuple(self._http.server_state.connections):
             with suppress(RuntimeError):  # the loop has ended
                 connection.loop.call_soon_threadsafe(connection.transport.abort)
         self._http.force_exit = True

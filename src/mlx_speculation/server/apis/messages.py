@@ -60,24 +60,20 @@ class CountBody(TextOptions):
 
     def request(self, settings: Settings) -> GenerationRequest:
         """Check the fields, and return the request in the form of all APIs."""
-        toolbox, choice, config = (
-            Toolbox(self.tools),
-            self.tool_choice,
-            self.output_config,
-        )
+        toolbox, choice = Toolbox(self.tools), self.tool_choice
         tools, calls = toolbox.chosen(choice)
         conversation = Conversation(settings, "\n", toolbox.deferred)
         conversation.system(self.system, "system")
         for i, message in enumerate(self.messages):
             add = getattr(conversation, message.role)
             add(message.content, f"messages[{i}].content")
-        args, budget = thinking(self.thinking, effort=config.effort)
+        args, budget = thinking(self.thinking, effort=self.output_config.effort)
         return generation(
             self,
             settings,
             chat=conversation.chat(tools, args),
             calls=calls,
-            form=config.format,
+            form=self.output_config.format,
             parallel=not (choice and choice.disable_parallel_tool_use),
             thinking_budget=budget,
         )
@@ -133,7 +129,7 @@ class MessagesFace(BlockFace):
         yield event(error.body_for(MESSAGES), "error")
 
     def _begin(self, part: Part) -> Iterator[bytes]:
-        block = _block(part, "", "")
+        block = _block(part, "", signature="")
         yield self._of_block("content_block_start", content_block=block)
 
     def _delta(self, part: Part, text: str) -> bytes:
@@ -146,13 +142,13 @@ class MessagesFace(BlockFace):
             delta = {"type": "signature_delta", "signature": SIGNATURE}
             yield self._of_block("content_block_delta", delta=delta)
         yield self._of_block("content_block_stop")
-        self._blocks.append(_block(part, self._text, SIGNATURE))
+        self._blocks.append(_block(part, self._text))
 
     def _of_block(self, name: str, **fields: Any) -> bytes:
         return _event(name, index=len(self._blocks), **fields)
 
 
-def _block(part: Part, text: str, signature: str) -> Object:
+def _block(part: Part, text: str, signature: str = SIGNATURE) -> Object:
     match part:
         case Text():
             return {"type": "text", "text": text}
@@ -180,8 +176,7 @@ def _stopped(ending: Ending) -> Object:
     """Return the reason for the end of a message, and its stop text."""
     reason = "end_turn"
     if ending.cut:
-        room = "model_context_window_exceeded"
-        reason = room if ending.out_of_room else "max_tokens"
+        reason = "model_context_window_exceeded" if ending.out_of_room else "max_tokens"
     elif ending.called:
         reason = "tool_use"
     elif ending.stop_text is not None:

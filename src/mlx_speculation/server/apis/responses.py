@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.apis.base import BlockFace, Ending, event, speculative
@@ -207,7 +206,27 @@ class ResponsesFace(BlockFace):
     def __init__(self, body: ResponsesBody, settings: Settings) -> None:
         super().__init__(body, settings)
         self._tools = Toolbox(body.tools).kinds
-        self._head = _head(body, self.request.sampling, settings)
+        form = body.text.format.model_dump(by_alias=True, exclude_none=True)
+        if form["type"] == "json_schema":
+            form["name"] = "schema"
+        sampling = self.request.sampling
+        self._head = {
+            "id": _id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": settings.names[0],
+            "error": None,
+            "incomplete_details": None,
+            **body.echo,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "store": False,
+            "text": {"format": form},
+            "truncation": "disabled",
+            "usage": None,
+        }
         self._number = 0  # of the next event
         self._item: Object = {}  # the open item, without its text
         self._name = self._field = ""  # of its events, and of its text in them
@@ -237,24 +256,21 @@ class ResponsesFace(BlockFace):
 
     def _response(self, status: str, ending: Ending | None = None) -> Object:
         """Return the response as it is now."""
-        response = {**self._head, "status": status, "output": [*self._blocks]}
+        response = {**self._head, "status": status, "output": self._blocks}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if ending is not None:
-            response["usage"] = self._usage(ending)
             response["completed_at"] = int(time.time())
+            cached = {"cached_tokens": ending.cached_tokens, "cache_write_tokens": 0}
+            response["usage"] = {
+                "input_tokens": ending.prompt_tokens,
+                "input_tokens_details": cached,
+                "output_tokens": ending.tokens,
+                "output_tokens_details": {"reasoning_tokens": ending.reasoning_tokens},
+                "total_tokens": ending.prompt_tokens + ending.tokens,
+                "speculative": speculative([ending], self._draft),
+            }
         return response
-
-    def _usage(self, ending: Ending) -> Object:
-        details = {"cached_tokens": ending.cached_tokens, "cache_write_tokens": 0}
-        return {
-            "input_tokens": ending.prompt_tokens,
-            "input_tokens_details": details,
-            "output_tokens": ending.tokens,
-            "output_tokens_details": {"reasoning_tokens": ending.reasoning_tokens},
-            "total_tokens": ending.prompt_tokens + ending.tokens,
-            "speculative": speculative([ending], self._draft),
-        }
 
     def _tool(self, call: ToolCall) -> Kind:
         return self._tools.get(call.name, Kind(call.name))
@@ -321,30 +337,6 @@ class ResponsesFace(BlockFace):
         kind = f"response.{name}"
         number, self._number = self._number, self._number + 1
         return event({"type": kind, "sequence_number": number, **fields}, kind)
-
-
-def _head(body: ResponsesBody, sampling: Sampling, settings: Settings) -> Object:
-    """Return the fields that a response has in all its states."""
-    form = body.text.format.model_dump(by_alias=True, exclude_none=True)
-    if form["type"] == "json_schema":
-        form["name"] = "schema"
-    return {
-        "id": _id("resp"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": settings.names[0],
-        "error": None,
-        "incomplete_details": None,
-        **body.echo,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "previous_response_id": None,
-        "reasoning": {"effort": body.reasoning.effort, "summary": None},
-        "store": False,
-        "text": {"format": form},
-        "truncation": "disabled",
-        "usage": None,
-    }
 
 
 def _id(kind: str) -> str:
