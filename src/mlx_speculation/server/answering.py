@@ -229,16 +229,19 @@ class Answering:
                 if result is not None:
                     parts += parser.end()
                 yield b"".join(face.parts(choice, joined(parts), event.tokens))
-            most = job.request.options.get("max_tokens")
+            tokens, most = len(result.tokens), job.request.options.get("max_tokens")
             # The texts of a prompt count it once, since only the first one reads it.
-            again = choice % face.request.count > 0
+            first = choice % face.request.count == 0
             ending = Ending(
                 result=result,
-                prompt_tokens=0 if again else job.prompt_tokens,
+                prompt_tokens=job.prompt_tokens if first else 0,
+                cached_tokens=result.stats.reused if first else 0,
+                tokens=tokens,
                 reasoning_tokens=parser.reasoning,
                 called=parser.calls > 0,
+                cut=result.finish_reason == "length",
+                out_of_room=most is None or tokens < most,
                 stop_text=self._stop_text(job, result.tokens),
-                out_of_room=most is None or len(result.tokens) < most,
             )
             yield b"".join(face.end_text(choice, ending))
         yield b"".join(face.close())

@@ -24,25 +24,13 @@ class Ending:
 
     result: "Result"
     prompt_tokens: int  # 0 if an earlier text has counted the prompt
+    cached_tokens: int = 0  # of the prompt
+    tokens: int = 0  # generated ones
     reasoning_tokens: int = 0
     called: bool = False  # whether the text calls a tool
-    stop_text: str | None = None  # the stop text that has ended the text
+    cut: bool = False  # whether a limit of length has ended the text
     out_of_room: bool = False  # whether the context had no room for `max_tokens`
-
-    @property
-    def cut(self) -> bool:
-        """True if a limit of length has ended the text."""
-        return self.result.finish_reason == "length"
-
-    @property
-    def tokens(self) -> int:
-        """Number of generated tokens."""
-        return len(self.result.tokens)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Number of prompt tokens that the prefix cache held."""
-        return min(self.result.stats.reused, self.prompt_tokens)
+    stop_text: str | None = None  # the stop text that has ended the text
 
 
 def speculative(endings: Sequence[Ending], draft: str | None) -> Object:

@@ -45,12 +45,6 @@ class Prediction(RequestModel):
     type: Literal["content"]
     content: Content
 
-    @property
-    def text(self) -> str:
-        """All texts of the content."""
-        blocks = self.content
-        return "".join(each.text for each in blocks if isinstance(each, TextBlock))
-
 
 class CalledFunction(RequestModel):
     """The function, or the custom tool, of a tool call in the history."""
@@ -141,9 +135,11 @@ class ChatBody(OpenAIBody):
         for i, message in enumerate(self.messages):
             message.add_to(conversation, f"messages[{i}].content")
         tools, calls = Toolbox(self.tools).chosen(self.tool_choice)
+        likely = [] if self.prediction is None else self.prediction.content
+        texts = [block.text for block in likely if isinstance(block, TextBlock)]
         return self.generation(
             settings,
-            prediction=None if self.prediction is None else self.prediction.text,
+            prediction="".join(texts) if self.prediction else None,
             default_length=settings.defaults.max_tokens,
             chat=conversation.chat(tools, {**args, **self.chat_template_kwargs}),
             calls=calls,
