@@ -202,33 +202,36 @@ class Answering:
                     yield data
                     sent = time.monotonic()
                 if time.monotonic() - sent > KEEP_ALIVE_SECONDS:
-                    yield b"".join(face.keep_alive())
+                    face.keep_alive()
+                    yield face.taken()
                     sent = time.monotonic()
         except ClientLeftError:
             LOG.info("a client went away")
         except Exception as error:
             answer = as_api_error(error)
             self._metrics.add("requests_refused", answer.status)
-            yield b"".join(face.failed(answer))
+            face.failed(answer)
+            yield face.taken()
 
     async def _events(
         self, face: Face, jobs: Sequence[Job], check: Check
     ) -> AsyncIterator[bytes]:
         """Yield the events of an answer; empty bytes: nothing new."""
         for choice, job in enumerate(jobs):
-            yield b"".join(face.open(choice, job.prompt_tokens))
+            face.open(choice, job.prompt_tokens)
             parser, result = job.parser, None
             while result is None:
+                yield face.taken()
                 event = await job.next(POLL_SECONDS, check)
                 if not isinstance(event, Piece):
-                    read = face.reading(event, job.prompt_tokens) if event else ()
-                    yield b"".join(read)
+                    if event:
+                        face.reading(event, job.prompt_tokens)
                     continue
                 result = event.result
                 parts = [part for text in event.texts for part in parser.feed(text)]
                 if result is not None:
                     parts += parser.end()
-                yield b"".join(face.parts(choice, joined(parts), event.tokens))
+                face.parts(choice, joined(parts), event.tokens)
             tokens, most = len(result.tokens), job.request.options.get("max_tokens")
             # The texts of a prompt count it once, since only the first one reads it.
             first = choice % face.request.count == 0
@@ -243,8 +246,9 @@ class Answering:
                 out_of_room=most is None or tokens < most,
                 stop_text=self._stop_text(job, result.tokens),
             )
-            yield b"".join(face.end_text(choice, ending))
-        yield b"".join(face.close())
+            face.end_text(choice, ending)
+        face.close()
+        yield face.taken()
 
     def _stop_text(self, job: Job, tokens: list[int]) -> str | None:
         """Return the stop text that has ended a text; None: no stop text has."""

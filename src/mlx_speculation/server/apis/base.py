@@ -1,7 +1,7 @@
 """Faces: each formats requests, answers and events of one API."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ def speculative(endings: Sequence[Ending], draft: str | None) -> Object:
 class Face:
     """The format of one API, for the answer to one body.
 
-    Its methods return the events of a stream; `answer` is the whole answer.
+    Its methods make events for `taken`; `answer` is the whole answer.
     """
 
     answer: Object  # set by the last event
@@ -65,36 +65,42 @@ class Face:
     def __init__(self, body: TextOptions, settings: Settings) -> None:
         self.request = body.request(settings)
         self._draft = self.request.draft or settings.draft
+        self._unsent: list[bytes] = []
 
-    def open(self, choice: int, prompt_tokens: int) -> Iterable[bytes]:
+    def taken(self) -> bytes:
+        """Return the events that were made since the last call."""
+        events, self._unsent = self._unsent, []
+        return b"".join(events)
+
+    def open(self, choice: int, prompt_tokens: int) -> None:
         """Begin one text: the request is valid, and waits for its turn."""
-        return ()
 
-    def reading(self, tokens: int, of: int) -> Iterable[bytes]:
+    def reading(self, tokens: int, of: int) -> None:
         """Report the progress of the prefill."""
-        return ()
 
-    def parts(
-        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
-    ) -> Iterable[bytes]:
+    def parts(self, choice: int, parts: list[Part], tokens: Sequence[Token]) -> None:
         """Send new parts of a text, and tokens if their probabilities are wanted."""
         raise NotImplementedError
 
-    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
+    def end_text(self, choice: int, ending: Ending) -> None:
         """End one text."""
         raise NotImplementedError
 
-    def close(self) -> Iterable[bytes]:
+    def close(self) -> None:
         """End an answer whose texts have ended."""
-        return ()
 
-    def keep_alive(self) -> Iterable[bytes]:
+    def keep_alive(self) -> None:
         """Keep the connection open after seconds of silence."""
         raise NotImplementedError
 
-    def failed(self, error: ApiError) -> Iterable[bytes]:
+    def failed(self, error: ApiError) -> None:
         """End a stream with an error."""
         raise NotImplementedError
+
+    def _send(self, data: Object, name: str | None = None) -> None:
+        """Make a server-sent event."""
+        line = "" if name is None else f"event: {name}\n"
+        self._unsent.append(f"{line}data: {json.dumps(data)}\n\n".encode())
 
 
 class BlockFace(Face):
@@ -111,9 +117,7 @@ class BlockFace(Face):
         self._text = ""  # of the open block
         self._spaces = ""  # white space before a text block
 
-    def parts(
-        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
-    ) -> Iterable[bytes]:
+    def parts(self, choice: int, parts: list[Part], tokens: Sequence[Token]) -> None:
         """Send new parts of the text."""
         for part in parts:
             call = isinstance(part, ToolCall)
@@ -125,39 +129,33 @@ class BlockFace(Face):
                     if self._spaces:
                         continue
                     text = text.lstrip("\n") if self._open or self._blocks else text
-                yield from self._closed()
+                self._closed()
                 self._open, self._text = part, ""
-                yield from self._begin(part)
+                self._begin(part)
             self._text += text
-            yield self._delta(part, text)
+            self._delta(part, text)
             if call:
-                yield from self._closed()
+                self._closed()
 
-    def _closed(self, status: str = "completed") -> Iterable[bytes]:
+    def _closed(self, status: str = "completed") -> None:
         """Complete the open block, if there is one, and clear `_spaces`."""
         self._spaces = ""
         if self._open is not None:
-            yield from self._ended(self._open, status)
+            self._ended(self._open, status)
             self._open = None
 
     def _arguments(self, call: ToolCall) -> str:
         """Return the text that a call's block shows."""
         return call.arguments
 
-    def _begin(self, part: Part) -> Iterable[bytes]:
+    def _begin(self, part: Part) -> None:
         """Open a block."""
         raise NotImplementedError
 
-    def _delta(self, part: Part, text: str) -> bytes:
+    def _delta(self, part: Part, text: str) -> None:
         """Send a piece of the open block."""
         raise NotImplementedError
 
-    def _ended(self, part: Part, status: str) -> Iterable[bytes]:
+    def _ended(self, part: Part, status: str) -> None:
         """End the open block, and add it to `_blocks`."""
         raise NotImplementedError
-
-
-def event(data: Object, name: str | None = None) -> bytes:
-    """Return a server-sent event."""
-    line = "" if name is None else f"event: {name}\n"
-    return f"{line}data: {json.dumps(data)}\n\n".encode()

@@ -3,7 +3,7 @@
 Unknown fields of messages are ignored, since agents send answers back with own fields.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import AliasChoices, Field
@@ -154,9 +154,9 @@ class ChatFace(OpenAIFace):
     kinds = ("chat.completion", "chat.completion.chunk")
     fields = ("message", "delta")
 
-    def open(self, choice: int, prompt_tokens: int) -> Iterable[bytes]:
+    def open(self, choice: int, prompt_tokens: int) -> None:
         """Send the role."""
-        yield self._chunk(choice, {"role": "assistant", "content": ""})
+        self._chunk(choice, {"role": "assistant", "content": ""})
 
     def _reason(self, ending: Ending) -> str:
         if ending.called and not ending.cut:
@@ -170,17 +170,17 @@ class ChatFace(OpenAIFace):
         ]
         return {"content": content, "refusal": None}
 
-    def _pieces(self, part: Part) -> Iterator[Object]:
+    def _piece(self, choice: int, part: Part) -> None:
         if isinstance(part, Text):
-            yield {"content": part.text}
+            self._chunk(choice, {"content": part.text})
         elif isinstance(part, Reasoning):
-            yield {"reasoning": part.text, "reasoning_content": part.text}
+            thought = part.text
+            self._chunk(choice, {"reasoning": thought, "reasoning_content": thought})
         else:
-            index = {"index": len(self._calls())}
-            function = {"name": part.name, "arguments": ""}
-            yield {"tool_calls": [{**index, **_call(part), "function": function}]}
-            function = {"arguments": part.arguments}
-            yield {"tool_calls": [{**index, "function": function}]}
+            place = {"index": len(self._calls())}
+            first = {**_call(part), "function": {"name": part.name, "arguments": ""}}
+            for call in first, {"function": {"arguments": part.arguments}}:
+                self._chunk(choice, {"tool_calls": [{**place, **call}]})
 
     def _calls(self) -> list[Object]:
         return [_call(part) for part in self._parts if isinstance(part, ToolCall)]

@@ -6,14 +6,14 @@ tokens of earlier turns stay the same.
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import MESSAGES, ApiError
-from mlx_speculation.server.apis.base import BlockFace, Ending, event, speculative
+from mlx_speculation.server.apis.base import BlockFace, Ending, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.content import Content
 from mlx_speculation.server.request.models import Object, RequestModel
@@ -101,51 +101,54 @@ class MessagesFace(BlockFace):
             "content": self._blocks,
         }
 
-    def open(self, choice: int, prompt_tokens: int) -> Iterable[bytes]:
+    def open(self, choice: int, prompt_tokens: int) -> None:
         """Begin a message; `end_text` sends the number of cached prompt tokens."""
         ending = {"stop_reason": None, "stop_sequence": None}
         message = {**self._head, **ending, "usage": _usage(prompt_tokens)}
-        yield _event("message_start", message=message)
-        yield _event("ping")
+        self._event("message_start", message=message)
+        self._event("ping")
 
-    def keep_alive(self) -> Iterable[bytes]:
+    def keep_alive(self) -> None:
         """Send a ping, and an empty piece of the open block if there is one."""
-        yield _event("ping")
+        self._event("ping")
         if self._open is not None:
-            yield self._delta(self._open, "")
+            self._delta(self._open, "")
 
-    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
+    def end_text(self, choice: int, ending: Ending) -> None:
         """End the message."""
-        yield from self._closed()
+        self._closed()
         stopped = _stopped(ending)
         usage = _usage(ending.prompt_tokens, ending.cached_tokens, ending.tokens)
         usage["speculative"] = speculative([ending], self._draft)
         self.answer = {**self._head, **stopped, "usage": usage}
-        yield _event("message_delta", delta=stopped, usage=usage)
-        yield _event("message_stop")
+        self._event("message_delta", delta=stopped, usage=usage)
+        self._event("message_stop")
 
-    def failed(self, error: ApiError) -> Iterable[bytes]:
+    def failed(self, error: ApiError) -> None:
         """End with an error."""
-        yield event(error.body_for(MESSAGES), "error")
+        self._send(error.body_for(MESSAGES), "error")
 
-    def _begin(self, part: Part) -> Iterator[bytes]:
+    def _begin(self, part: Part) -> None:
         block = _block(part, "", signature="")
-        yield self._of_block("content_block_start", content_block=block)
+        self._of_block("content_block_start", content_block=block)
 
-    def _delta(self, part: Part, text: str) -> bytes:
+    def _delta(self, part: Part, text: str) -> None:
         kind, field = DELTAS[type(part)]
         delta = {"type": f"{kind}_delta", field: text}
-        return self._of_block("content_block_delta", delta=delta)
+        self._of_block("content_block_delta", delta=delta)
 
-    def _ended(self, part: Part, status: str) -> Iterator[bytes]:
+    def _ended(self, part: Part, status: str) -> None:
         if isinstance(part, Reasoning):
             delta = {"type": "signature_delta", "signature": SIGNATURE}
-            yield self._of_block("content_block_delta", delta=delta)
-        yield self._of_block("content_block_stop")
+            self._of_block("content_block_delta", delta=delta)
+        self._of_block("content_block_stop")
         self._blocks.append(_block(part, self._text))
 
-    def _of_block(self, name: str, **fields: Any) -> bytes:
-        return _event(name, index=len(self._blocks), **fields)
+    def _of_block(self, name: str, **fields: Any) -> None:
+        self._event(name, index=len(self._blocks), **fields)
+
+    def _event(self, name: str, /, **fields: Any) -> None:
+        self._send({"type": name, **fields}, name)
 
 
 def _block(part: Part, text: str, signature: str = SIGNATURE) -> Object:
@@ -157,10 +160,6 @@ def _block(part: Part, text: str, signature: str = SIGNATURE) -> Object:
         case ToolCall(name=name, id=id):
             given = json.loads(text or "{}")
             return {"type": "tool_use", "id": id, "name": name, "input": given}
-
-
-def _event(name: str, /, **fields: Any) -> bytes:
-    return event({"type": name, **fields}, name)
 
 
 def _usage(prompt: int, cached: int = 0, output: int = 0) -> Object:

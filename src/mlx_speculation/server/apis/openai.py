@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool
@@ -11,7 +11,7 @@ from mlx_speculation import __version__
 from mlx_speculation.engine.stats import SourceCounts
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis.base import Ending, Face, event, speculative
+from mlx_speculation.server.apis.base import Ending, Face, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
 from mlx_speculation.server.request.models import Object, StrictModel
@@ -146,47 +146,44 @@ class OpenAIFace(Face):
         self._tokens: list[Token] = []
         self._sent = 0  # of these tokens
 
-    def reading(self, tokens: int, of: int) -> Iterable[bytes]:
+    def reading(self, tokens: int, of: int) -> None:
         """Send a comment, as mlx-lm's server does."""
-        yield f": keepalive {tokens}/{of}\n\n".encode()
+        self._unsent.append(f": keepalive {tokens}/{of}\n\n".encode())
 
-    def keep_alive(self) -> Iterable[bytes]:
+    def keep_alive(self) -> None:
         """Send a comment, since clients would take an object for a chunk."""
-        yield b": keepalive\n\n"
+        self._unsent.append(b": keepalive\n\n")
 
-    def parts(
-        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
-    ) -> Iterable[bytes]:
+    def parts(self, choice: int, parts: list[Part], tokens: Sequence[Token]) -> None:
         """Send new parts of a text."""
         self._tokens += tokens
         for part in parts:
-            for piece in self._pieces(part):
-                yield self._chunk(choice, piece)
+            self._piece(choice, part)
             self._parts.append(part)
 
-    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
+    def end_text(self, choice: int, ending: Ending) -> None:
         """Send the reason for the end of a text."""
         reason = self._reason(ending)
-        yield self._chunk(choice, self.last, reason)
+        self._chunk(choice, self.last, reason)
         whole = {self.fields[0]: self._whole(), "finish_reason": reason}
         self._choices.append(self._choice(choice, self._tokens, whole))
         self._endings.append(ending)
         self._parts, self._tokens, self._sent = [], [], 0
 
-    def close(self) -> Iterable[bytes]:
+    def close(self) -> None:
         """Send the usage of all texts if asked for, and end the stream."""
         usage = {"usage": self._usage()}
         self.answer = {**self._packet(self.kinds[0], self._choices), **usage}
         if self._counts:
-            yield event({**self._packet(self.kinds[1], []), **usage})
-        yield b"data: [DONE]\n\n"
+            self._send({**self._packet(self.kinds[1], []), **usage})
+        self._unsent.append(b"data: [DONE]\n\n")
 
-    def failed(self, error: ApiError) -> Iterable[bytes]:
+    def failed(self, error: ApiError) -> None:
         """End with an error."""
-        yield event(error.body_for())
+        self._send(error.body_for())
 
-    def _pieces(self, part: Part) -> Iterable[Any]:
-        """Return a part in the form of chunks."""
+    def _piece(self, choice: int, part: Part) -> None:
+        """Send a part in chunks."""
         raise NotImplementedError
 
     def _whole(self) -> Any:
@@ -204,11 +201,11 @@ class OpenAIFace(Face):
         """Return the current text without its other parts."""
         return "".join(part.text for part in self._parts if isinstance(part, kind))
 
-    def _chunk(self, choice: int, piece: Any, reason: str | None = None) -> bytes:
+    def _chunk(self, choice: int, piece: Any, reason: str | None = None) -> None:
         """Return a chunk, with the probabilities that have not been sent yet."""
         tokens, self._sent = self._tokens[self._sent :], len(self._tokens)
         said = {self.fields[1]: piece, "finish_reason": reason}
-        return event(self._packet(self.kinds[1], [self._choice(choice, tokens, said)]))
+        self._send(self._packet(self.kinds[1], [self._choice(choice, tokens, said)]))
 
     def _choice(self, index: int, tokens: Sequence[Token], said: Object) -> Object:
         logprobs = self._logprobs(tokens) if tokens else None
@@ -266,8 +263,9 @@ class CompletionFace(OpenAIFace):
     fields = ("text", "text")
     last = ""
 
-    def _pieces(self, part: Part) -> Iterable[str]:
-        return (part.text,) if isinstance(part, Text) else ()
+    def _piece(self, choice: int, part: Part) -> None:
+        if isinstance(part, Text):
+            self._chunk(choice, part.text)
 
     def _whole(self) -> str:
         return self._said(Text)

@@ -7,14 +7,14 @@ an item have the item's id, and the events of a stream are numbered from 0 on.
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis.base import BlockFace, Ending, event, speculative
+from mlx_speculation.server.apis.base import BlockFace, Ending, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.content import (
     Content,
@@ -231,28 +231,28 @@ class ResponsesFace(BlockFace):
         self._item: Object = {}  # the open item, without its text
         self._name = self._field = ""  # of its events, and of its text in them
 
-    def open(self, choice: int, prompt_tokens: int) -> Iterable[bytes]:
+    def open(self, choice: int, prompt_tokens: int) -> None:
         """Begin a response."""
         for name in ("created", "in_progress"):
-            yield self._event(name, response=self._response("in_progress"))
+            self._event(name, response=self._response("in_progress"))
 
-    def keep_alive(self) -> Iterable[bytes]:
+    def keep_alive(self) -> None:
         """Repeat the event `in_progress`, since clients ignore comments."""
-        yield self._event("in_progress", response=self._response("in_progress"))
+        self._event("in_progress", response=self._response("in_progress"))
 
-    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
+    def end_text(self, choice: int, ending: Ending) -> None:
         """End the response."""
         status = "incomplete" if ending.cut else "completed"
-        yield from self._closed(status)
+        self._closed(status)
         self.answer = self._response(status, ending)
-        yield self._event(status, response=self.answer)
+        self._event(status, response=self.answer)
 
-    def failed(self, error: ApiError) -> Iterable[bytes]:
+    def failed(self, error: ApiError) -> None:
         """End with an error that has the code that clients expect."""
         code = error.code if error.status < 500 else "server_error"
         response = self._response("failed")
         response["error"] = {"code": code or error.type, "message": error.message}
-        yield self._event("failed", response=response)
+        self._event("failed", response=response)
 
     def _response(self, status: str, ending: Ending | None = None) -> Object:
         """Return the response as it is now."""
@@ -281,7 +281,7 @@ class ResponsesFace(BlockFace):
         text = json.loads(call.arguments).get("input", call.arguments)
         return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
 
-    def _begin(self, part: Part) -> Iterator[bytes]:
+    def _begin(self, part: Part) -> None:
         kind, more = "reasoning" if isinstance(part, Reasoning) else "message", {}
         if isinstance(part, ToolCall):
             tool = self._tool(part)
@@ -293,22 +293,22 @@ class ResponsesFace(BlockFace):
         self._field = self._name.rpartition("_")[2]
         self._item = {"id": _id(prefix), "type": kind, **fixed, **more}
         item = self._whole("in_progress", [])
-        yield self._of_item("output_item.added", item=item)
+        self._of_item("output_item.added", item=item)
         if isinstance(part, Text):
-            yield self._of_part("content_part.added", part=self._content())
+            self._of_part("content_part.added", part=self._content())
 
-    def _delta(self, part: Part, text: str) -> bytes:
-        return self._of_part(f"{self._name}.delta", delta=text)
+    def _delta(self, part: Part, text: str) -> None:
+        self._of_part(f"{self._name}.delta", delta=text)
 
-    def _ended(self, part: Part, status: str) -> Iterator[bytes]:
+    def _ended(self, part: Part, status: str) -> None:
         done = {self._field: self._text}
         if self._field == "arguments":
             done["name"] = self._item["name"]
-        yield self._of_part(f"{self._name}.done", **done)
+        self._of_part(f"{self._name}.done", **done)
         if isinstance(part, Text):
-            yield self._of_part("content_part.done", part=self._content())
+            self._of_part("content_part.done", part=self._content())
         item = self._whole(status, [self._content()])
-        yield self._of_item("output_item.done", item=item)
+        self._of_item("output_item.done", item=item)
         self._blocks.append(item)
 
     def _whole(self, status: str, content: list[Object]) -> Object:
@@ -323,20 +323,20 @@ class ResponsesFace(BlockFace):
             part |= {"annotations": [], "logprobs": []}
         return part
 
-    def _of_part(self, name: str, /, **fields: Any) -> bytes:
+    def _of_part(self, name: str, /, **fields: Any) -> None:
         if self._field == "text":
             fields["content_index"] = 0
         if name.startswith("output_text"):
             fields["logprobs"] = []
         return self._of_item(name, item_id=self._item["id"], **fields)
 
-    def _of_item(self, name: str, /, **fields: Any) -> bytes:
-        return self._event(name, output_index=len(self._blocks), **fields)
+    def _of_item(self, name: str, /, **fields: Any) -> None:
+        self._event(name, output_index=len(self._blocks), **fields)
 
-    def _event(self, name: str, /, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> None:
         kind = f"response.{name}"
         number, self._number = self._number, self._number + 1
-        return event({"type": kind, "sequence_number": number, **fields}, kind)
+        self._send({"type": kind, "sequence_number": number, **fields}, kind)
 
 
 def _id(kind: str) -> str:
