@@ -79,7 +79,7 @@ class AnswerParser:
         most_calls: int | None = None,  # drop further calls; None: keep all
     ) -> None:
         self._machine, self._name = machine, state
-        self._state = machine and machine.make_state(state)
+        self._state = None if machine is None else machine.make_state(state)
         self._read, self._most = read, most_calls
         self._pending = ""  # the text that may be the beginning of a mark
         self._tool: list[str] = []  # a call's text after its first mark
