@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_speculation.models.vision import VisionTarget
 from mlx_speculation.server.answer_parts import (
@@ -39,8 +38,8 @@ from mlx_speculation.server.schemas.tool_calls import call_grammar
 
 LOG = logging.getLogger("mlx_speculation.server")
 T = TypeVar("T")
-Check = Callable[[], None]  # raises if the client has left, or the engine is gone
 POLL_SECONDS = 0.1
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # of streams
 # Seconds of silence after which a stream sends a keep-alive.
 KEEP_ALIVE_SECONDS = 5.0
 # Largest share of max_tokens for thinking, if the text has to fit a schema.
@@ -59,32 +58,13 @@ class Answering:
         self._settings = replace(settings, reads_images=reads_images)
 
     async def answer(
-        self, http: Request, make: Callable[[Any, Settings], Face], body: TextOptions
+        self, make: Callable[[Any, Settings], Face], body: TextOptions
     ) -> Response:
         """Return the answer to a request with this body; `make` makes its face."""
-        with ExitStack() as stack:
-            check = self._watching(http, stack)
-            try:
-                face = await in_thread(partial(make, body, self._settings), check)
-                jobs = [
-                    await self._submitted(each, check, stack)
-                    for each in face.request.texts()
-                ]
-                while await jobs[0].next(POLL_SECONDS, check) is None:
-                    pass
-                events = self._events(face, jobs, check)
-                if face.request.stream:
-                    return EventStream(self._stream(face, events), stack.pop_all())
-                async for _ in events:
-                    pass
-            except ClientLeftError:
-                raise
-            except Exception as error:
-                raise as_api_error(error) from error
-        answer = json.dumps(face.answer).encode()
-        return Response(answer, media_type="application/json")
+        face = await in_thread(partial(make, body, self._settings))
+        return Answer(partial(self._send, face))
 
-    async def count(self, http: Request, body: TextOptions) -> int:
+    async def count(self, body: TextOptions) -> int:
         """Return the number of tokens of a chat's prompt, without the engine."""
 
         def counted() -> int:
@@ -92,38 +72,41 @@ class Answering:
             assert chat is not None
             return len(self._template.rendered(_without_images(chat)))
 
+        return await in_thread(counted)
+
+    async def _send(
+        self, face: Face, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        texts, jobs = face.request.texts(), list[Job]()
         with ExitStack() as stack:
-            return await in_thread(counted, self._watching(http, stack))
-
-    def _watching(self, http: Request, stack: ExitStack) -> Check:
-        """Watch a client whose request was read, until `stack` is closed."""
-
-        async def left() -> None:
-            while (await http.receive())["type"] != "http.disconnect":
+            try:
+                for text in texts:
+                    jobs.append(await self._submitted(text, stack))
+            except asyncio.CancelledError:
+                left = len(texts) - len(jobs)
+                self._metrics.add("requests_cancelled", count=left)
+                raise
+            while await jobs[0].next(POLL_SECONDS, self._worker.check_alive) is None:
                 pass
+            events = self._events(face, jobs)
+            if face.request.stream:
+                stream = self._stream(face, events)
+                response = StreamingResponse(stream, 200, HEADERS, "text/event-stream")
+                await response.stream_response(send)
+                return
+            async for _ in events:
+                pass
+        whole = Response(json.dumps(face.answer), media_type="application/json")
+        await whole(scope, receive, send)
 
-        watch = asyncio.create_task(left())
-        stack.callback(watch.cancel)
-
-        def check() -> None:
-            if watch.done():
-                raise ClientLeftError
-            self._worker.check_alive()
-
-        return check
-
-    async def _submitted(
-        self, request: GenerationRequest, check: Check, stack: ExitStack
-    ) -> Job:
+    async def _submitted(self, request: GenerationRequest, stack: ExitStack) -> Job:
         """Prepare and submit one text; closing `stack` cancels the text."""
         job = Job(request, self._settings.limits.seconds)
         self._worker.take()
         stack.callback(job.cancel)
         try:
-            await in_thread(partial(self._prepare, job, stack), check)
-        except BaseException as error:
-            if isinstance(error, ClientLeftError):
-                self._metrics.add("requests_cancelled")
+            await in_thread(partial(self._prepare, job, stack))
+        except BaseException:
             self._worker.done()
             raise
         self._worker.submit(job)
@@ -205,24 +188,20 @@ class Answering:
                     face.keep_alive()
                     yield face.taken()
                     sent = time.monotonic()
-        except ClientLeftError:
-            LOG.info("a client went away")
         except Exception as error:
             answer = as_api_error(error)
             self._metrics.add("requests_refused", answer.status)
             face.failed(answer)
             yield face.taken()
 
-    async def _events(
-        self, face: Face, jobs: Sequence[Job], check: Check
-    ) -> AsyncIterator[bytes]:
+    async def _events(self, face: Face, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """Yield the events of an answer; empty bytes: nothing new."""
         for choice, job in enumerate(jobs):
             face.open(choice, job.prompt_tokens)
             parser, result = job.parser, None
             while result is None:
                 yield face.taken()
-                event = await job.next(POLL_SECONDS, check)
+                event = await job.next(POLL_SECONDS, self._worker.check_alive)
                 if not isinstance(event, Piece):
                     if event:
                         face.reading(event, job.prompt_tokens)
@@ -268,12 +247,8 @@ def _without_images(chat: Chat) -> Chat:
     return replace(chat, messages=messages, images=())
 
 
-async def in_thread(act: Callable[[], T], check: Check) -> T:
-    """Return the result of a slow call, made in a thread of its own.
-
-    Raises:
-        Exception: any error of the call, or of `check` before the call ends.
-    """
+async def in_thread(act: Callable[[], T]) -> T:
+    """Return the result of a slow call, made in a thread of its own."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -282,28 +257,36 @@ async def in_thread(act: Callable[[], T], check: Check) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    done = asyncio.wrap_future(outcome)
-    # This reads the exception, since asyncio logs exceptions that nobody has read.
-    done.add_done_callback(lambda it: it.exception())
     threading.Thread(target=run, daemon=True).start()
-    while not (await asyncio.wait([done], timeout=POLL_SECONDS))[0]:
-        check()
-    return done.result()
+    # The thread goes on if this call is cancelled.
+    return await asyncio.shield(asyncio.wrap_future(outcome))
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events; the stack is closed, however the stream ends."""
+class Answer(Response):
+    """An answer that is made while it is sent, until its client leaves."""
 
-    def __init__(self, events: AsyncIterator[bytes], stack: ExitStack) -> None:
-        super().__init__(
-            events,
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
-        self._events, self._stack = events, stack
+    background = None
+
+    def __init__(self, act: ASGIApp) -> None:
+        self._act = act
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events. `_watching` watches the client, so Starlette need not."""
-        with self._stack:
-            async with aclosing(self._events):  # type: ignore[type-var]
-                await self.stream_response(send)
+        """Send the answer of a request whose body was read."""
+
+        async def left() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.ensure_future(self._act(scope, receive, send))]
+        tasks += [asyncio.ensure_future(left())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+            else:
+                LOG.info("a client went away")
+        except Exception as error:
+            raise as_api_error(error) from error
+        finally:
+            for task in tasks:
+                task.cancel()

@@ -26,7 +26,6 @@ from mlx_speculation.server.apis.openai import (
 from mlx_speculation.server.apis.responses import ResponsesBody, ResponsesFace
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
-from mlx_speculation.server.job import ClientLeftError
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.middleware import Gate
 from mlx_speculation.server.request.models import as_invalid, parsed
@@ -89,10 +88,7 @@ class Api:
             title="mlx-speculation",
             version=__version__,
             redoc_url=None,
-            exception_handlers={
-                **dict.fromkeys(FAILURES, self._failed),
-                ClientLeftError: self._left,
-            },
+            exception_handlers=dict.fromkeys(FAILURES, self._failed),
             redirect_slashes=False,
         )
         app.router.route_class = JsonRoute
@@ -111,25 +107,25 @@ class Api:
     def _add_posted(self, app: FastAPI) -> None:
         answer = self._answering.answer
 
-        async def chat(body: ChatBody, http: Request) -> Response:
+        async def chat(body: ChatBody) -> Response:
             """Answer a chat, rendered by the tokenizer's template."""
-            return await answer(http, ChatFace, body)
+            return await answer(ChatFace, body)
 
-        async def text(body: CompletionBody, http: Request) -> Response:
+        async def text(body: CompletionBody) -> Response:
             """Continue a text, or a list of token ids."""
-            return await answer(http, CompletionFace, body)
+            return await answer(CompletionFace, body)
 
-        async def messages(body: MessagesBody, http: Request) -> Response:
+        async def messages(body: MessagesBody) -> Response:
             """Answer in Anthropic's Messages API."""
-            return await answer(http, MessagesFace, body)
+            return await answer(MessagesFace, body)
 
-        async def count(body: CountBody, http: Request) -> dict[str, int]:
+        async def count(body: CountBody) -> dict[str, int]:
             """Count the tokens of a prompt."""
-            return {"input_tokens": await self._answering.count(http, body)}
+            return {"input_tokens": await self._answering.count(body)}
 
-        async def responses(body: ResponsesBody, http: Request) -> Response:
+        async def responses(body: ResponsesBody) -> Response:
             """Answer in OpenAI's Responses API, which stores nothing here."""
-            return await answer(http, ResponsesFace, body)
+            return await answer(ResponsesFace, body)
 
         handlers: list[Any] = [chat, chat, text, messages, count, responses]
         for path, handler in zip(POSTED, handlers, strict=True):
@@ -182,10 +178,6 @@ class Api:
         return JSONResponse(
             answer.body_for(path), answer.status, headers=answer.headers
         )
-
-    async def _left(self, http: Request, error: ClientLeftError) -> Response:
-        LOG.info("a client went away")
-        return Response(status_code=499)
 
 
 def _as_error(http: Request, error: Any) -> ApiError:
