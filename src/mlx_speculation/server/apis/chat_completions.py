@@ -4,14 +4,14 @@ Unknown fields of messages are ignored, since agents send answers back with own 
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.apis.base import Ending
-from mlx_speculation.server.apis.openai import OpenAIBody, OpenAIFace
+from mlx_speculation.server.apis.openai import CompletionFace, OpenAIBody
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
 from mlx_speculation.server.request.content import (
@@ -147,12 +147,13 @@ class ChatBody(OpenAIBody):
         )
 
 
-class ChatFace(OpenAIFace):
+class ChatFace(CompletionFace):
     """Chat Completions."""
 
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
     fields = ("message", "delta")
+    last: ClassVar[Any] = {}
 
     def open(self, choice: int, prompt_tokens: int) -> None:
         """Send the role."""

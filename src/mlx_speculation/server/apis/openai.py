@@ -124,12 +124,27 @@ class OpenAIBody(StrictModel, SamplingOptions):
         )
 
 
-class OpenAIFace(Face):
-    """Base of chats and completions."""
+class CompletionBody(OpenAIBody):
+    """A request to continue texts."""
 
-    prefix = ""
-    kinds = fields = ("", "")  # for a whole answer, and for a chunk
-    last: ClassVar[Any] = {}  # the piece of a text's last chunk
+    prompt: str | list[int] | list[str] | list[list[int]]
+
+    def request(self, settings: Settings) -> GenerationRequest:
+        """Check the fields, and return the request in the form of all APIs."""
+        prompts: Any = self.prompt
+        if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
+            prompts = [prompts]
+        length = settings.defaults.max_tokens or TEXT_LENGTH
+        return self.generation(settings, prompts, default_length=length)
+
+
+class CompletionFace(Face):
+    """Legacy completions, from which chats differ in a few methods."""
+
+    prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")  # of a whole answer, and of a chunk
+    fields = ("text", "text")  # that hold the text in both
+    last: ClassVar[Any] = ""  # the piece of a text's last chunk
 
     def __init__(self, body: OpenAIBody, settings: Settings) -> None:
         super().__init__(body, settings)
@@ -184,15 +199,22 @@ class OpenAIFace(Face):
 
     def _piece(self, choice: int, part: Part) -> None:
         """Send a part in chunks."""
-        raise NotImplementedError
+        if isinstance(part, Text):
+            self._chunk(choice, part.text)
 
     def _whole(self) -> Any:
         """Return the current text in the form of a whole answer."""
-        raise NotImplementedError
+        return self._said(Text)
 
     def _logprobs(self, tokens: Sequence[Token]) -> Object:
         """Return the probabilities of tokens."""
-        raise NotImplementedError
+        return {
+            "tokens": [each.text for each in tokens],
+            "token_ids": [each.id for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [_by_text(each.top) for each in tokens],
+            "text_offset": [each.start for each in tokens],
+        }
 
     def _reason(self, ending: Ending) -> str:
         return str(ending.result.finish_reason)
@@ -202,7 +224,7 @@ class OpenAIFace(Face):
         return "".join(part.text for part in self._parts if isinstance(part, kind))
 
     def _chunk(self, choice: int, piece: Any, reason: str | None = None) -> None:
-        """Return a chunk, with the probabilities that have not been sent yet."""
+        """Send a chunk, with the probabilities that have not been sent yet."""
         tokens, self._sent = self._tokens[self._sent :], len(self._tokens)
         said = {self.fields[1]: piece, "finish_reason": reason}
         self._send(self._packet(self.kinds[1], [self._choice(choice, tokens, said)]))
@@ -238,45 +260,6 @@ class OpenAIFace(Face):
                 "rejected_prediction_tokens": sum(e.drafted for e in drafts) - accepted,
             },
             "speculative": speculative(endings, self._draft),
-        }
-
-
-class CompletionBody(OpenAIBody):
-    """A request to continue texts."""
-
-    prompt: str | list[int] | list[str] | list[list[int]]
-
-    def request(self, settings: Settings) -> GenerationRequest:
-        """Check the fields, and return the request in the form of all APIs."""
-        prompts: Any = self.prompt
-        if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
-            prompts = [prompts]
-        length = settings.defaults.max_tokens or TEXT_LENGTH
-        return self.generation(settings, prompts, default_length=length)
-
-
-class CompletionFace(OpenAIFace):
-    """Legacy completions."""
-
-    prefix = "cmpl"
-    kinds = ("text_completion", "text_completion")
-    fields = ("text", "text")
-    last = ""
-
-    def _piece(self, choice: int, part: Part) -> None:
-        if isinstance(part, Text):
-            self._chunk(choice, part.text)
-
-    def _whole(self) -> str:
-        return self._said(Text)
-
-    def _logprobs(self, tokens: Sequence[Token]) -> Object:
-        return {
-            "tokens": [each.text for each in tokens],
-            "token_ids": [each.id for each in tokens],
-            "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": [_by_text(each.top) for each in tokens],
-            "text_offset": [each.start for each in tokens],
         }
 
 
