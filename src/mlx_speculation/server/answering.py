@@ -57,11 +57,9 @@ class Answering:
         reads_images = isinstance(worker.main.generator.model, VisionTarget)
         self._settings = replace(settings, reads_images=reads_images)
 
-    async def answer(
-        self, make: Callable[[Any, Settings], Face], body: TextOptions
-    ) -> Response:
-        """Return the answer to a request with this body; `make` makes its face."""
-        face = await in_thread(partial(make, body, self._settings))
+    async def answer(self, kind: type[Face], body: TextOptions) -> Response:
+        """Return the answer to a request with this body, in the form of a face."""
+        face = await in_thread(partial(kind, body, self._settings))
         return Answer(partial(self._send, face))
 
     async def count(self, body: TextOptions) -> int:
@@ -131,9 +129,8 @@ class Answering:
         field = "messages" if chat else "prompt"
         self._worker.main.check_length(len(job.prompt), field)
         read = partial(read_calls, parser=template.tool_parser, tools=known)
-        job.parser = AnswerParser(
-            machine, state, read=read, most_calls=request.most_calls
-        )
+        most = request.most_calls
+        job.parser = AnswerParser(machine, state, read=read, most_calls=most)
         job.constraint = self._constraint(job, state, stack)
 
     def _constraint(self, job: Job, state: str, stack: ExitStack) -> Any:
@@ -248,7 +245,11 @@ def _without_images(chat: Chat) -> Chat:
 
 
 async def in_thread(act: Callable[[], T]) -> T:
-    """Return the result of a slow call, made in a thread of its own."""
+    """Return the result of a slow call, made in a thread of its own.
+
+    Raises:
+        ApiError: any error of the call.
+    """
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -258,8 +259,11 @@ async def in_thread(act: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    # The thread goes on if this call is cancelled.
-    return await asyncio.shield(asyncio.wrap_future(outcome))
+    try:
+        # The thread goes on if this call is cancelled.
+        return await asyncio.shield(asyncio.wrap_future(outcome))
+    except Exception as error:
+        raise as_api_error(error) from error
 
 
 class Answer(Response):
@@ -277,16 +281,14 @@ class Answer(Response):
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        tasks = [asyncio.ensure_future(self._act(scope, receive, send))]
-        tasks += [asyncio.ensure_future(left())]
+        acts = self._act(scope, receive, send), left()
+        tasks = [asyncio.ensure_future(act) for act in acts]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
                 tasks[0].result()
             else:
                 LOG.info("a client went away")
-        except Exception as error:
-            raise as_api_error(error) from error
         finally:
             for task in tasks:
                 task.cancel()
