@@ -1,4 +1,4 @@
-"""Models that cannot be fed in some ways, and the reasons, from `exclusions.toml`.
+"""Ways in which models can or cannot be fed, from the tables of `exclusions.toml`.
 
     together        can be fed in batches, in which shorter rows are padded on the left
     alone           cannot be fed in batches. A model in neither of these two tables
@@ -41,7 +41,7 @@ def is_one_of(model: nn.Module, names: Collection[str]) -> bool:
 
 
 def takes_key_steps(model: nn.Module) -> bool:
-    """Return whether a model may get keys that are padded to whole steps."""
+    """Return whether a model works with keys that are padded to whole steps."""
     return is_one_of(model, KEY_STEPS)
 
 

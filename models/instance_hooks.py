@@ -94,7 +94,7 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
 class Hooked:
     """Hooks that one owner has installed on modules, until it removes them.
 
-    A module may be in several pairs of `hooks`.
+    A module can be in several pairs of `hooks`.
     """
 
     def __init__(self, hooks: Iterable[tuple[nn.Module, Hook]]) -> None:

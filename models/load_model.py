@@ -43,7 +43,7 @@ from mlx_speculation.models.safetensors_layout import check_index, named_files_o
 from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
 from mlx_speculation.models.vision.load import load_vision
 
-# Functions that recognize config.json of a kind of drafter; the first match counts.
+# Functions that recognize config.json of a kind of drafter; the first match decides.
 _DRAFTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "an MTP head": is_split_head,
     "a DSpark drafter": is_dspark,
@@ -78,9 +78,9 @@ def load(
         group: the group over whose ranks the model is spread. Every rank calls `load`,
             and keeps its part of the weights.
         parallel: the way to spread the model: "tensor" or "pipeline".
-        vision: whether to load the model with mlx-vlm, as a target that reads images;
-            for further errors see `load_vision`. None: if the folder has a vision part
-            and mlx-lm lacks the architecture.
+        vision: whether to load the model with mlx-vlm, as a target that reads images.
+            None: if the folder has a vision part and mlx-lm lacks the architecture. For
+            further errors see `load_vision`.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are

@@ -31,8 +31,8 @@ def is_there(path: Path) -> bool:
 def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
     """Raise `ModelFolderError` unless a value is a model folder or a repository's name.
 
-    The error suggests one of `words`, other values that the caller takes, if it is
-    similar.
+    `words` are other values that the caller takes. The error suggests one of them if it
+    is similar.
     """
     path = Path(path_or_repo).expanduser()
     if not is_there(path):

@@ -79,8 +79,8 @@ def convention_of(
 ) -> MtpConvention:
     """Return the convention in a JSON object.
 
-    Missing fields are as in `usual`; None: as in `MtpConvention()`. Errors name the
-    place `where`.
+    Missing fields are as in `usual`. If `usual` is None, they are as in
+    `MtpConvention()`. Errors name the place `where`.
 
     Raises:
         ModelFolderError: `fields` is no object, or has an unknown field or value.

@@ -46,9 +46,9 @@ def layer_args(
 ) -> Args:
     """Read mlx-lm's arguments of the decoder layers from a Llama-like config.json.
 
-    `rotations` has one for each layer. All are checked, and the arguments get the
-    first. With `gemma` the layers have Gemma's activation. Biases are not read, since
-    the tensors show them.
+    `rotations` has a rotation for each layer. All are checked, and the arguments get
+    the first. With `gemma` the layers have Gemma's activation. Entries about biases are
+    not read: the tensors show which layers have one.
     """
     key, *known = ("hidden_act", "silu", "swish")
     if gemma:
@@ -122,8 +122,8 @@ def layer_windows(
 ) -> tuple[int | None, ...]:
     """Return the window of each layer; None: it has none.
 
-    `kinds` are the `layer_types` of config.json, `count` in number. `config[key]` is
-    the size of windows.
+    `kinds` is the list `layer_types` of config.json. It has to have `count` entries.
+    `config[key]` is the size of all windows.
     """
     known = isinstance(kinds, list) and all(each in (FULL, SLIDING) for each in kinds)
     if not known or len(kinds) != count:
@@ -138,9 +138,9 @@ def layer_windows(
 
 
 def proposed_tokens(config: Config) -> Any:
-    """Return the draft length in config.json of the library speculators, or None.
+    """Return the draft length in config.json, or None.
 
-    The value is not checked.
+    The library speculators writes it there. The value is not checked.
     """
     methods = nested(config, "speculators_config", "proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -148,7 +148,7 @@ def proposed_tokens(config: Config) -> Any:
 
 
 def whole_numbers(value: Any, key: str, name: str) -> list[int]:
-    """Return a list of whole numbers in config.json, which must not be empty."""
+    """Return a non-empty list of whole numbers in config.json."""
     if not isinstance(value, list) or not value or {type(n) for n in value} != {int}:
         raise ModelFolderError(
             f"config.json of the {name} has {key} {value!r}, which has to be a list of "
@@ -218,7 +218,8 @@ def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | Non
     The id of column i is i + d2t[i], below `vocab`. None: there is no d2t.
 
     Raises:
-        ModelFolderError: columns share an id, the target lacks an id, or t2d differs.
+        ModelFolderError: columns share an id, the target lacks an id, or t2d has
+            other ids than d2t.
     """
     shifts, known = weights.pop("d2t", None), weights.pop("t2d", None)
     if shifts is None:
@@ -248,7 +249,7 @@ def load_into(
     name: str,
     file_name: Callable[[str], str] = str,
 ) -> None:
-    """Load tensors, by the names of parameters, into a drafter's module; evaluate them.
+    """Load tensors by parameter name into a drafter's module, and evaluate them.
 
     Layers are quantized as the shapes of their tensors show. On a Linux CPU the module
     becomes float32. `file_name` returns a parameter's name in files.

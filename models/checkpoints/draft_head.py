@@ -48,8 +48,8 @@ class HeadState(NamedTuple):
     """State of a head's caches for one text."""
 
     ends: tuple[int, ...]  # for each layer, the position that comes next
-    # For each layer, [1, positions, dim]: the previous layer's states from this layer's
-    # end to the previous layer's end; None: no positions
+    # For each layer, the previous layer's states [1, positions, dim] at the positions
+    # that the previous layer has run and this layer has not; None: no positions
     waiting: tuple[mx.array | None, ...]
 
 
@@ -70,7 +70,7 @@ class HeadOnTarget(ABC):
 
         `hidden` are states of the target, or recycled ones of the head, [batch,
         positions, dim]. `tokens` are ids [batch, positions]: the token after each
-        position of the text, or the token `layer` places further in a chain.
+        position of the text. In a chain they are the tokens `layer` places further.
         """
         return self._output(layer, self._run(layer, hidden, tokens, caches))
 
@@ -112,7 +112,10 @@ class HeadOnTarget(ABC):
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Write positions, then draft tokens one by one; see `ParallelHead`."""
+        """Write positions, then draft tokens one by one.
+
+        The arguments are those of `ParallelHead.draft`.
+        """
         for _ in range(count):
             out = self.step(hidden, tokens, caches)
             tokens = choose(out.logits[:, -1])[:, None]
@@ -173,8 +176,9 @@ def fed_again(layers: Sequence[Sequence[Any]]) -> int:
 
     That is one token for each layer. If all caches are sliding windows, none of their
     rows are kept, so the sum of the window sizes is added: the layers together look
-    back that far. If only some caches are windows, their rows depend on all earlier
-    tokens and cannot be restored, so the head's history begins at the point.
+    back that far. If only some caches are windows, the rows of these windows depend on
+    all earlier tokens and cannot be restored, so the head's history begins at the
+    point.
     """
     sizes = [getattr(cache, "max_size", 0) for caches in layers for cache in caches]
     return len(layers) + (sum(sizes) if all(sizes) else 0)

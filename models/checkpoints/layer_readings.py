@@ -6,7 +6,8 @@ A list in config.json, at its top or in a nested part, counts in one of two ways
     tuple    0 is the embedding, i the output of layer i - 1. Usual in the other keys
 
 This module returns layers counted from 0; -1 stands for the embedding. Without a list,
-the candidates are the usual layers of this kind of draft and of other kinds.
+the candidates for a probe are the usual layers of this kind of draft and of other
+kinds.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -217,7 +218,7 @@ def usual_of_eagle(trunk: int, count: int) -> list[Layers]:
 
 
 def _three(trunk: int) -> list[Layers]:
-    """Return layers 2, N // 2 and N - 3, counted with the embedding, and from 0."""
+    """Return the list 2, N // 2, N - 3 as counted by "tuple", then by "layers"."""
     numbers = (2, trunk // 2, trunk - 3)
     return [tuple(each - 1 for each in numbers), numbers]
 

@@ -1,7 +1,8 @@
 """Probe of a drafter's training convention: scores of candidates, and the choice.
 
-The target writes a short text, and the drafter guesses it with each candidate. At each
-place of the text, with p the target's distribution and q the drafter's, the score is
+The target writes a short text, and the drafter guesses it with each candidate for the
+convention. At each place of the text, with p the target's distribution and q the
+drafter's, the score is
 
     value      sum over x of p(x) log q(x)
 
@@ -28,7 +29,7 @@ from mlx_speculation.errors import ConventionError
 # By published measurements, heads that read the wrong token agree in at most 0.11 of
 # the places, and heads that read the right token in at least 0.48.
 LEAST_AGREEMENT = 0.15
-# With fewer places no score is above chance.
+# A score with fewer places is never taken to be above chance.
 FEWEST_PLACES = 16
 # A candidate replaces the usual one if its mean is better by more than `CERTAINTY`
 # standard errors, and by more than `LEAST_GAIN` nats.

@@ -13,7 +13,7 @@ from mlx_speculation.models.checkpoints.probe import Score, log_probs
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.taps import States
 
-# Code and prose, so that the target has seen some of these kinds of text.
+# Code and prose, so that the target knows at least one of these kinds of text.
 STARTS = (
     "The first of these",
     "import os, sys\n\n\ndef",

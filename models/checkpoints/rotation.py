@@ -26,8 +26,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _OBJECTS = ("rope_scaling", "rope_parameters")
 _FLAT = ("rope_theta", "partial_rotary_factor")
 _USUAL_THETA = 10_000.0
-# Types, and the type that rotates text in the same way. The axes of an mrope have equal
-# positions in text.
+# Types, each with the type that rotates text in the same way. The axes of an mrope have
+# equal positions in text.
 _SAME_TYPES = {"mrope": "default", "deepseek_yarn": "yarn"}
 _SCALES = {
     "factor",
@@ -138,7 +138,10 @@ def check_rotation(
 
 
 def _statements(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, key and value; the key of an object is a kind of layers."""
+    """Yield place, key and value; if the value is an object, the key is a layer kind.
+
+    The entries of that object are the options of these layers.
+    """
     for path, part in parts_of(config):
         for key in _FLAT:
             # With Gemma's global_<key> for full layers, <key> is for sliding ones.

@@ -17,7 +17,7 @@ NAMES = {
     "eagle": "EAGLE-3 head",
     "peagle": "P-EAGLE head",
 }
-# Prefixes of names that only one kind has; the first that is present counts.
+# Prefixes of names that only one kind has; the first that is present decides.
 _SIGNS = {
     "candidate_selector.": "dflash2",
     "markov_head.": "dspark",
@@ -47,14 +47,14 @@ def tensor_names(folder: Path) -> frozenset[str]:
 def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
     """Return the kind of drafter that has tensors of these names, without "model.".
 
-    `claimed`, the kind in config.json, counts if the names do not decide.
+    `claimed`, the kind in config.json, is returned if the names do not decide.
     """
     present = set(names)
     for sign, kind in _SIGNS.items():
         if any(name.startswith(sign) for name in present):
             return kind
-    # A DSpark drafter may have only DFlash's tensors. A DFlash2 drafter may not: its
-    # loader raises the error.
+    # A DSpark drafter can do with DFlash's tensors alone. A DFlash2 drafter cannot, but
+    # the error is left to its loader.
     if present >= _BLOCKS and claimed not in ("dflash", "dflash2", "dspark"):
         return "dflash"
     return claimed

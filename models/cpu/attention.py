@@ -31,8 +31,8 @@ def attention(
         keys: [batch, key heads, n, dim].
         values: [batch, key heads, n, value dim].
         scale: the factor of the products of queries and keys.
-        mask: None, "causal", or an array of bool, or of float32 to add: [rows, n], or
-            with axes for batch and heads before these two.
+        mask: None, "causal", or an array: of bool, or of float32 to add to the scores.
+            Its shape is [rows, n], with or without axes for batch and heads before.
 
     Returns:
         [batch, heads, rows, value dim].

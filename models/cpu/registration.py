@@ -1,7 +1,7 @@
 """Operations of `models/cpu`, as one `DeviceOps`.
 
-Attention is used only if mlx uses OpenBLAS: there a row's rounding depends on the rows
-computed with it anyway. Drafts can be compiled on any CPU.
+This attention is used only if mlx uses OpenBLAS: there a row's rounding depends on the
+rows computed with it anyway. Drafts can be compiled on any CPU.
 """
 
 from typing import Any

@@ -14,8 +14,8 @@ et al. 2023, "Flash-Decoding").
 Both products use matrix fragments (`mma.m16n8k16`, sums in float32) whose rows are
 those of the tile, and every read is of 16 adjacent bytes. In the scores the order of
 the head's dimensions is free, if it is the same for queries and keys. In the results
-column g of fragment i is dimension 8 g + i. The scores of a thread are its part of the
-left operand of the results, without a shuffle.
+column g of fragment i is dimension 8 g + i. The scores that a thread computes are its
+part of the second product's left operand, so no shuffle is needed.
 
 A NaN in a key or value makes the result NaN for each row that sees it, and for no other
 row. The check of the logits relies on this. A row that sees no key gets zeros. If some
@@ -111,7 +111,8 @@ def attention(
                    contiguous, other strides are multiples of dim, for reads of 16 bytes
         values     like keys
         mask       "causal": the last row sees all columns; None: all rows do;
-                   bool, broadcast to [batch, 1, rows, columns]: True: the row sees it
+                   bool, broadcast to [batch, 1, rows, columns], True where a row sees
+                   a column
 
     With `contiguous`, the kernel that is kept on disk is used, for which inputs in
     other layouts are copied.

@@ -33,7 +33,8 @@ from mlx_speculation.models.round_context import (
 _RANK = -1  # nearer to the plain class than the hook of `position_table`
 
 # Names of layers that mostly have the same input, if they are in one module of mlx-lm.
-# Other modules might change the input in place (x += y) between two calls, unnoticed.
+# Modules that are not mlx-lm's might change the input in place (x += y) between two
+# calls, unnoticed.
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -107,7 +108,7 @@ class _Together:
         return self._classes[kind]
 
     def leave_out(self) -> None:
-        """Stop multiplying the other layers, since a result was not used."""
+        """Stop multiplying the other layers; called after a result was not used."""
         self._others = []
 
     def product(self, weight: Weight, x: mx.array, weight_of: WeightOf) -> mx.array:

@@ -15,8 +15,8 @@ One kernel can multiply the weights of several layers with the same x. So there 
 to build and submit, and weights with few outputs leave no multiprocessor idle.
 
 Weights q of 4 bits become half floats by setting bits: 0x4300 | q is 128 + q in
-bfloat16, 0x6400 | q is 1024 + q in float16. With the scale s and the bias b of a group
-of k, sums over this group, and z = 128 or 1024,
+bfloat16, 0x6400 | q is 1024 + q in float16. Let s and b be the scale and the bias of a
+group of weights along k, and z be 128 or 1024. With sums over this group,
 
     y = s sum(q x) + b sum(x) = s sum((z + q) x) + (b - z s) sum(x)
 
@@ -111,7 +111,7 @@ TYPES_WITHOUT_HEADERS = _TYPE.replace("TYPE", "__nv_bfloat16").replace(
     'float value; asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits)); return value;',
 )
 
-# Chooses the weight that a block multiplies, and its first output.
+# Chooses the weight and the first output of a block.
 _CHOOSE = """
   if (block >= 0 && block < (outputsI + 15) / 16) {
     w = wI; out = outI; N = outputsI; first = block * 16;

@@ -2,18 +2,19 @@
 
 On CUDA, in half precision, cuDNN takes about 40 ms to plan attention for each new pair
 of row count and key count (`caches/types/padded_kv.py`). A draft model meets many
-pairs, since a prompt may have any length. With padding it meets few:
+pairs, since a prompt can have any length. With padding it meets few:
 
     rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      see `row_size`
-    keys     512 1,024 1,536 ... 4,096 4,608 ...             whole steps, or whole
-                                                             steps and then the rows
+    keys     512 1,024 1,536 ... 4,096 4,608 ...             whole steps of 512, or
+                                                             these and then the rows
 
-The padding is zeros. If the mask is causal, and the keys before the rows are none or
-whole steps, as many keys as rows are added. The mask stays causal, and only added rows
-see added keys. Otherwise a bool mask hides the added keys. Attention with a bool mask
-took 3 to 7 times as long on an H200.
+The padding is zeros. If the mask is causal, and the keys before the rows make whole
+steps or there are none, as many keys are added as rows. The mask stays causal, and only
+added rows see added keys. Otherwise a bool mask hides the added keys. Attention with a
+bool mask took 3 to 7 times as long on an H200.
 
-Only drafts and rounds use this: their logits may differ from mlx's by rounding.
+Only drafts and rounds use this: their logits are allowed to differ from mlx's by
+rounding.
 """
 
 from typing import Any

@@ -11,7 +11,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_speculation.models.dflash.config import DFlashSettings
 
-# The tensor of attention sinks in some files: a logit without a value for each head.
+# The tensor of attention sinks in some files: for each head, a logit without a value.
 SINKS = "attention_sink_bias"
 
 
@@ -58,7 +58,7 @@ class DFlashAttention(qwen3.Attention):
         return result
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Attend from a block [batch, block, dim] after context [batch, n, dim]."""
+        """Write context and a block, and attend from the block; see `attend_block`."""
         return attend_block(self, x, context, cache, gated=self._gated)
 
 
@@ -70,9 +70,10 @@ def by_head(x: mx.array, heads: int) -> mx.array:
 def attend_block(
     layer: Any, x: mx.array, context: mx.array, cache: Any, *, gated: bool = False
 ) -> mx.array:
-    """Attend from a block [batch, block, dim] after context [batch, n, dim].
+    """Write context and the block after it to a cache, and attend from the block.
 
-    The layer is an `Attention` of mlx-lm that also has `window`, `causal` and `write`.
+    `context` is [batch, n, dim]; `x`, the block, is [batch, block, dim]. `layer` is an
+    `Attention` of mlx-lm that also has `window`, `causal` and `write`.
     """
     start = cache.offset + context.shape[1]
     queries, gates = by_head(layer.q_proj(x), layer.n_heads), None
@@ -106,7 +107,7 @@ def _mask(
     causal: bool,
     start: Any,  # the block's first position; an array if texts differ in length
 ) -> mx.array | None:
-    """Return a mask over the last `rows` positions for `size` rows; None: no mask."""
+    """Return the mask of a block, `size` rows over `rows` keys; None: no mask."""
     first: Any = rows - size
     if isinstance(start, mx.array):
         first = start[:, None, None, None]

@@ -48,7 +48,7 @@ class DFlashSettings:
     block: int  # the number of rows of a block, with the anchor
     mask_token: int
     windows: tuple[int | None, ...]  # of each layer; None: unlimited
-    causal: tuple[bool, ...]  # of each layer: rows see only earlier rows of the block
+    causal: tuple[bool, ...]  # whether rows of a layer see only earlier rows of a block
     rotations: tuple[Rotation, ...]  # of each layer
     anchor: Anchor = "given"
     partial: bool = False  # whether only a share of a head's dimensions is rotated
@@ -147,7 +147,7 @@ def _block_size(fields: Config, anchor: Anchor, name: str) -> int:
     """Return the rows of a block, the anchor included."""
     block = number(fields, "block_size", name)
     if fields.get("dspark_bonus_anchor") and anchor == "samples":
-        block -= 1  # the stated size also counts the token after the block
+        block -= 1  # the stated size includes the token after the block
     if block < (1 if anchor == "samples" else 2):
         raise ModelFolderError(
             f"config.json of the {name} has block_size {fields['block_size']}, which "
@@ -165,7 +165,7 @@ def own_keys(config: Config) -> Config:
 def stated_anchor(config: Config) -> Anchor | None:
     """Return the anchor that config.json states; None: it states none.
 
-    Files of speculators state it by the number of drafted tokens.
+    Files of the library speculators state it by the number of drafted tokens.
     """
     fields = own_keys(config)
     said = fields.get("sample_from_anchor")
@@ -187,13 +187,13 @@ def layer_readings(
 ) -> LayerReadings:
     """Return the candidate lists of target layers to read, the usual list first.
 
-    Layers count from 0, and -1 stands for the embeddings. The target has `trunk`
+    Layers are counted from 0; -1 stands for the embeddings. The target has `trunk`
     layers. `features` has each possible number of layers that `fc` reads; empty:
     unknown. `counts` says how the list counts; None: in the usual way for its key.
 
     Raises:
-        ModelFolderError: the target lacks a listed layer; or there is no list, and no
-            usual layers for this number of layers.
+        ModelFolderError: the target lacks a listed layer; or there is no list, and
+            there are no usual layers for the count that `fc` reads.
         InvalidRequestError: `counts` is no way of counting.
     """
     stated = own_keys(config).get("num_target_layers")
@@ -214,11 +214,12 @@ def layer_readings(
 
 
 def open_readings(config: Config) -> tuple[bool, bool]:
-    """Return whether config.json leaves the counting of layers open, and the anchor.
+    """Return whether config.json leaves open how its list counts layers.
 
-    The library speculators takes a number in its lists as the layer below the one that
-    other readers take. Readers also differ in the anchor if `sample_from_anchor` is
-    missing. A GGUF file does not say how its list counts.
+    The second result says whether it leaves the anchor open. The library speculators
+    takes a number in its lists as the layer below the one that other readers take.
+    Readers also differ in the anchor if `sample_from_anchor` is missing. A GGUF file
+    does not say how its list counts.
     """
     fields = own_keys(config)
     speculators = config.get("speculators_model_type") is not None

@@ -68,7 +68,7 @@ class DFlashHead(JoinedHead):
 
     @property
     def depth(self) -> int:
-        """The largest number of drafts in a round."""
+        """The largest number of drafted tokens in a round."""
         return self.settings.depth
 
     def new_caches(self) -> list[Any]:
@@ -87,7 +87,7 @@ class DFlashHead(JoinedHead):
 
 
 class DFlash:
-    """A drafter that reads `layers` of its target, from 0; -1: the embeddings."""
+    """A drafter that reads `layers` of its target, counted from 0; -1: embeddings."""
 
     def __init__(
         self, head: DFlashHead, target: HiddenStates, layers: Sequence[int]
@@ -97,7 +97,7 @@ class DFlash:
         self._last = len(target.parts.layers) - 1
 
     def outputs(self, states: States) -> list[mx.array]:
-        """Return the target's outputs to read, each [1, positions, target's dim]."""
+        """Return the outputs of `layers`, each [1, positions, target's dim]."""
         return [
             states.after_norm if index == self._last else states.layer(index)
             for index in self.layers

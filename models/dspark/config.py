@@ -5,7 +5,7 @@
     SpecForge       `dflash_config` with projector_type "dspark"
     LiquidAI        SpecForge's keys without projector_type
     NVIDIA          DeepSpec's keys with `dflash_config`; the anchor is "given"
-    PrismML         GGUF, which `gguf` turns into SpecForge's
+    PrismML         GGUF, which `gguf` turns into flat keys
 
 DeepSpec's "dflash" checkpoints are DSpark drafters without a Markov head. The drafter
 inside DeepSeek V4's checkpoint has other layers, and is not supported.

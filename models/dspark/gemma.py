@@ -32,7 +32,7 @@ class GemmaBlockAttention(gemma4_text.Attention):
         return written
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Attend from a block [batch, block, dim] after context [batch, n, dim]."""
+        """Write context and a block, and attend from the block; see `attend_block`."""
         return attend_block(self, x, context, cache)
 
 

@@ -41,8 +41,8 @@ class MarkovHead(nn.Module):
     ) -> tuple[mx.array, mx.array | None]:
         """Return the bias of the logits, [1, columns], and the next draft's memory.
 
-        `state` is the block's state, [1, dim], and `token` the previous token, [1]. The
-        first draft has no memory.
+        `state` is the block's state, [1, dim], and `token` the previous token, [1].
+        `memory` is None for the first draft.
         """
         before: mx.array = self.markov_w1(token)
         if "gate_proj" in self:

@@ -1,7 +1,7 @@
 """Loading a DSpark drafter from a folder or a GGUF file into a module.
 
-A confidence head is not loaded: reading it in each round costs about as much time as
-shortening the drafts by it saves.
+A confidence head, which says where to end a draft, is not loaded: running it in each
+round costs about as much time as its shorter drafts save.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,10 @@
 """Configuration of EAGLE-3 heads, from config.json.
 
-Five dialects are read: SGLang's and SpecForge's, vLLM's, the authors', DeepSpec's, and
-speculators', which has the sizes of the layers in a nested part. A number in their
-lists of layers means "layers" (the index of a layer) or "tuple" (an index into the
-tuple of hidden states); see `checkpoints.layer_readings`.
+Five dialects are read: that of SGLang and SpecForge, that of vLLM, that of the authors
+of EAGLE-3, that of DeepSpec, and that of speculators. The last one has the sizes of the
+layers in a nested part. A number in a list of layers means "layers" (the index of a
+layer) or "tuple" (an index into the tuple of hidden states); see
+`checkpoints.layer_readings`.
 
 A head with `use_aux_hidden_state` false reads only the target's last state: the output
 of the last layer ("layers"), or that of the final norm, which ends the tuple ("tuple").
@@ -48,7 +49,7 @@ class Masks:
     """The mask of a P-EAGLE head, which stands for tokens that are not drafted yet."""
 
     token: int
-    depth: int | None = None  # largest number of drafts in a round; None: any
+    depth: int | None = None  # largest number of tokens in a draft; None: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,10 @@ class EagleSettings:
 
 
 def is_peagle(config: Config) -> bool:
-    """Return whether a config.json states that its head is P-EAGLE; not all do."""
+    """Return whether a config.json states that its head is P-EAGLE.
+
+    Not every config.json of a P-EAGLE head does.
+    """
     return (
         config.get("speculators_model_type") == "peagle"
         or "peagle" in str(config.get("architectures")).lower()
@@ -167,10 +171,10 @@ def layer_readings(
 ) -> LayerReadings:
     """Return the candidate lists of target layers to read, the usual list first.
 
-    Layers count from 0; -1 stands for the embeddings, `AFTER_NORM` for the output of
-    the final norm. The target has `trunk` layers. `features` has each possible number
-    of layers that the head reads; empty: unknown. `counts` is the meaning of the list's
-    numbers; None: the usual one for the key of config.json.
+    Layers are counted from 0; -1 stands for the embeddings, `AFTER_NORM` for the output
+    of the final norm. The target has `trunk` layers. `features` has each possible
+    number of layers that the head reads; empty: unknown. `counts` is the meaning of the
+    list's numbers; None: the usual one for the key of config.json.
 
     Raises:
         ModelFolderError: the target has no such layers.

@@ -102,7 +102,7 @@ class EagleHead(JoinedHead):
         return x
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return logits of normed states; without an output layer, by the target's."""
+        """Return logits of normed states, by its own output layer or the target's."""
         result, scale = super().logits(normed, target), self._settings.logit_scale
         return result if scale == 1 else result * scale
 

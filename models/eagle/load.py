@@ -98,9 +98,10 @@ def load_eagle_head(
 def _checked_ends(
     settings: EagleSettings, weights: Weights, parts: Parts, vocab: int
 ) -> tuple[OwnEnds, frozenset[str]]:
-    """Return the head's own ends and the norms before `fc`, if they fit the target.
+    """Return the head's own embedding and output layer, and the norms before `fc`.
 
-    Removes d2t and t2d from the weights, and adds the output layer of a tied embedding.
+    Checks that they fit the target. Removes d2t and t2d from the weights, and adds a
+    tied embedding as the output layer.
     """
     if settings.target_dim != parts.dim:
         _refuse(

@@ -1,7 +1,7 @@
 """Probe of the layers that an EAGLE-3 head was trained to read.
 
 The target writes a short text, and the head guesses it from each list of layers that
-config.json may mean.
+config.json can mean.
 """
 
 from collections.abc import Sequence

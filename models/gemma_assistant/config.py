@@ -82,7 +82,7 @@ def _layers(config: Config) -> gemma4_text.ModelArgs:
                 f"{key} {text[key]!r} in config.json of the {NAME} is not supported. "
                 "Choose another drafter."
             )
-    # No layer has keys and values of its own, though some files say that it has.
+    # No layer has keys and values of its own, though some files say that layers do.
     fields = {
         "num_kv_shared_layers": count,
         "hidden_size_per_layer_input": 0,

@@ -1,7 +1,7 @@
 """The keys and values of a target that an assistant reads.
 
 For each kind of layer, sliding or full, an assistant reads the target's last cache of
-this kind. Later layers of this kind have no cache: they share an earlier layer's keys
+this kind. Later layers of the target have no cache: they share an earlier layer's keys
 and values.
 """
 

@@ -104,8 +104,8 @@ class HiddenStates:
     def embed(self, tokens: mx.array, *, scaled: bool = False) -> mx.array:
         """Return embeddings [batch, positions, dim] of token ids [batch, positions].
 
-        They are rows of the table. With `scaled` they are the input of the first layer,
-        to which the model applied its scale, norm or positions (from 0).
+        They are rows of the table. With `scaled` they are the input of the first layer:
+        the model has applied its scale, norm or positions (from 0) to the rows.
 
         Raises:
             UnsupportedModelError: the embeddings do not follow from the ids alone.

@@ -50,14 +50,15 @@ class Parts:
     # the module was not found
     output: nn.Module | None = None
     tied: bool = False  # whether `output` is the embedding
-    bare: bool = False  # whether its result is the logits, without scale and soft cap
+    # Whether the result of `output` is the logits, without scale and soft cap
+    bare: bool = False
     # Name of a part that was not found -> the reason
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def require(self, *names: str) -> None:
         """Raise `UnsupportedModelError` unless these parts were found.
 
-        `names` are of "layers", "norm", "embedding" and "entry".
+        `names` are some of "layers", "norm", "embedding" and "entry".
         """
         for name in names:
             if name in self.missing:

@@ -1,9 +1,9 @@
 """The table of learned positions that a model may have, such as GPT-2's.
 
 mlx does not check indices, so a forward past the table's last row reads other memory.
-So lanes refuse to feed a text past the table's end. Rows of padding may have positions
-past the end. A hook makes them look up the last row, since a NaN would reach other rows
-by 0 x NaN.
+So lanes refuse to feed a text past the table's end. Padding can have positions past the
+end too. A hook makes it look up the table's last row: other memory could hold a NaN,
+which would reach the rows of the text by 0 x NaN.
 """
 
 import functools
@@ -61,7 +61,7 @@ def position_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 
 
 def _tables(model: nn.Module, *, anew: bool = False) -> list[_Table]:
-    """Return the position tables of a model; `anew`: look again, not in the cache."""
+    """Return the position tables of a model, with `anew` not from the cache."""
     kept = _kept.get(id(model))
     if kept is None or anew:
         forget = partial(_forget, _kept, id(model))

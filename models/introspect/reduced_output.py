@@ -30,7 +30,8 @@ from mlx_speculation.models.observer import OBSERVED, Observer, observing
 # Operations that take ids of logits. mlx does not check the ids, so an id past the end
 # would write or read other memory.
 _INDEXED = ('"Scatter', '"Gather')
-_TOLERANCE = 1e-3  # of the largest logit: products with fewer rows may round otherwise
+# Of the largest logit: a product with fewer rows can round differently
+_TOLERANCE = 1e-3
 
 
 class ReducedOutput(Observer):

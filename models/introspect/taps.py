@@ -20,7 +20,7 @@ class Tap(NamedTuple):
     key: Key  # the state's name; i is the output of layer i, -1 the input of layer 0
     module: nn.Module  # the module whose input or output the state is
     entering: bool = False  # whether the state is the module's input, not its output
-    calls: int = 1  # how often a forward calls the module; the last call counts
+    calls: int = 1  # how often a forward calls the module; the last call is read
 
 
 def tap_for(parts: Parts, key: Key) -> Tap:
@@ -145,5 +145,5 @@ class Notes(Observer):
 
     def _note(self, module: nn.Module, entering: bool, values: Any) -> None:
         for key in self._where.get((id(module), entering), ()):
-            # A new array object, as the model may write to the old one later.
+            # A new array object, since the model can write to the old one later.
             self._seen[key].append(first_array(values)[...])

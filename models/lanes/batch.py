@@ -223,7 +223,7 @@ class BatchRound(RequestRound):
         """Keep the first `keep` tokens: a number for each request, or one for all."""
         hidden = self._hidden
         selects = {each.follower.select for each in self._members if each.follower}
-        selected = {} if hidden is None else {s: s(hidden) for s in selects}  # may fail
+        selected = {} if hidden is None else {s: s(hidden) for s in selects}  # can fail
         self.speculation.commit(self._each(keep))
         each = [keep] * len(self._members) if isinstance(keep, int) else keep
         for place, (member, count) in enumerate(zip(self._members, each, strict=True)):

@@ -54,7 +54,7 @@ class CommittedStates:
     def last(self, count: int) -> mx.array | None:
         """Return a copy of the last `count` states, or of all if there are fewer.
 
-        None: there are no states, or some of them were dropped.
+        None: there are no states, or some of the last `count` were dropped.
         """
         start = max(0, self.stop - count)
         if start == self.stop or start < self.start:

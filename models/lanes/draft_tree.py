@@ -10,7 +10,7 @@ itself. The caches' views make the masks (`caches.types.tree_view`). Hooks on ro
 embeddings apply the positions: the hooks put the rows on the batch axis, where mlx's
 function takes an offset for each row.
 
-A model may use positions in other ways too. So `check_tree_model` feeds a model a tree
+A model can use positions in other ways too. So `check_tree_model` feeds a model a tree
 and its paths, and refuses the model if rows differ.
 """
 
@@ -84,7 +84,7 @@ def tree_rows(parents: mx.array, levels: int, lead: int = 1) -> TreeRows:
 
     `lead` tokens (at least 1) are fed as a chain before the nodes, so there are lead +
     nodes rows. The first has depth 0. `parents`, int32 [nodes], has the parent of each
-    node, smaller than the node. -1 is the last token of the chain. `levels` is the
+    node, smaller than the node. -1 means the last token of the chain. `levels` is the
     largest depth of a node, counted from 1.
     """
     chain = mx.arange(-1, lead - 1, dtype=mx.int32)
@@ -166,7 +166,7 @@ def tree_forward(rows: TreeRows) -> Iterator[None]:
 
 
 def keep_path(lane_round: LaneRound, rows: Sequence[int], *, shown: bool) -> None:
-    """Move these rows of a round, which has fed a tree, to its front.
+    """Move these rows to the front of a round that has fed a tree.
 
     With `shown`, the rows of the round's hidden states are moved too.
     """

@@ -16,7 +16,7 @@ def usual_prefill_step() -> int:
 class PrefillBudget:
     """Number of prompt tokens to read between rounds, in one chunk or several.
 
-    A chunk is never split to fit: other ends of chunks may change the results' last
+    A chunk is never split to fit: other ends of chunks can change the results' last
     bits.
     """
 

@@ -134,10 +134,10 @@ class Lane(RequestLane):
 
     @property
     def room(self) -> int:
-        """Number of tokens that the next round may feed.
+        """Largest number of tokens that the next round can feed.
 
-        Limits are the model's positions, in exact mode `shape`, and the position at
-        which the caches are quantized, since a round must not see two kinds of keys.
+        The limits are the model's positions, `shape` in exact mode, and the position at
+        which the caches are quantized: a round must not see two kinds of keys.
         """
         quantization, end = self.quantization, self._unknown + self.seen
         room = None if quantization is None else quantization.room(self.caches)

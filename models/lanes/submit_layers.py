@@ -53,7 +53,7 @@ def _submitting(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def layer_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield each layer of a model but the last, with its hook."""
+    """Yield each layer of a model except the last, with its hook."""
     layers: Any = getattr(model, "layers", None)
     modules = [each for each in layers or () if isinstance(each, nn.Module)]
     for layer in modules[:-1]:

@@ -54,7 +54,7 @@ def _module_of(args: Any) -> Any:
 
 
 def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
-    """Return a `Build` of one block: a class of the target's module, by its name.
+    """Return a `Build` of one block, of the class `layer` in the target's module.
 
     `changes` are new values of the target's arguments.
     """
