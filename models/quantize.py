@@ -1,7 +1,7 @@
 """Conversion of loaded weights to fewer bits or to float32.
 
-A drafter may have fewer bits than its checkpoint, since drafts change the speed and
-never the text. On a Linux CPU fewer bits save memory but no time: products with
+A drafter can get fewer bits than its checkpoint has: drafts change the speed and never
+the text. On a Linux CPU fewer bits save memory but no time: products with
 quantized weights do not use BLAS there.
 """
 
@@ -88,7 +88,7 @@ def to_float32(model: nn.Module, *, lazy: bool = False) -> nn.Module:
     On a Linux CPU only float32 products use BLAS. Other products take time in
     proportion to their rows, so verifying k drafted tokens would cost k steps.
     """
-    model.set_dtype(mx.float32)  # before dequantizing, so that its products are float32
+    model.set_dtype(mx.float32)  # first, so that dequantized weights are float32
     model = dequantize_model(model)
     if not lazy:
         mx.eval(model.parameters())

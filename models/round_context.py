@@ -81,7 +81,7 @@ def _openblas() -> bool:
 
 
 def rows_differ(dtype: mx.Dtype) -> bool:
-    """Return whether a product's row may round differently than if computed alone."""
+    """Return whether a product's row can round differently than if computed alone."""
     cpu: bool = mx.default_device().type == mx.DeviceType.cpu
     return cpu and dtype == mx.float32 and _openblas()
 

@@ -51,8 +51,8 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
 
     If the folder has an index, these are the files that the index names. Otherwise they
     are the files that match the pattern. Of these, files of an MTP head and
-    `CONSOLIDATED` are left out unless there are no others, since they may repeat
-    tensors of the model.
+    `CONSOLIDATED` are left out if there are others: they can repeat tensors of the
+    model.
 
     Raises:
         ModelFolderError: a file that the index names is missing or not in the folder;
@@ -91,7 +91,7 @@ def unnamed_files(folder: Path) -> list[Path]:
 def spare_files(folder: Path) -> list[Path]:
     """Return the unnamed files that share no tensor with the model.
 
-    Such a file may hold a head that was added after the index was written. A file that
+    Such a file can hold a head that was added after the index was written. A file that
     repeats weights of the model belongs to another checkpoint.
     """
     unnamed = unnamed_files(folder)
@@ -108,9 +108,9 @@ def check_index(
 ) -> None:
     """Refuse an index if a file lacks a tensor that the index places in it.
 
-    A file that holds none of its tensors is not checked: the index is older than a
-    conversion of the files. `is_spare` returns whether the model can do without a
-    tensor of this name.
+    A file that holds none of the tensors placed in it is not checked: then the index is
+    older than a conversion of the files. `is_spare` returns whether the model can do
+    without a tensor of this name.
 
     Raises:
         ModelFolderError: a file lacks a tensor, or two files hold the same one.
@@ -147,7 +147,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_copy(file: Path) -> bool:
-    """Return whether a file may repeat tensors of the model beside it."""
+    """Return whether a file can repeat tensors of the model beside it."""
     return "mtp" in file.name or file.name == CONSOLIDATED
 
 
@@ -155,8 +155,8 @@ def _is_copy(file: Path) -> bool:
 def named_files_only(folder: Path) -> Iterator[Path]:
     """Yield a folder in which mlx-lm finds the weights of a model and no others.
 
-    mlx-lm loads every file that matches `SHARDS`. If these are not exactly the files of
-    the weights, the yielded folder is a temporary one with links.
+    mlx-lm loads every file that matches `SHARDS`. If these are not exactly the
+    `weight_files`, the yielded folder is a temporary one with links.
     """
     files, of_mlx_lm = weight_files(folder), set(folder.glob(SHARDS))
     if set(files) == of_mlx_lm:

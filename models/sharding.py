@@ -42,8 +42,8 @@ _SPLIT_OUTPUT = (layers.AllToShardedLinear, layers.QuantizedAllToShardedLinear)
 def broadcast(array: mx.array, group: Group) -> mx.array:
     """Return rank 0's array on every rank, not evaluated.
 
-    Every rank passes an array of integers of the same shape and dtype; only rank 0's
-    values count.
+    Every rank passes an array of integers of the same shape and dtype; the values of
+    ranks other than 0 are ignored.
     """
     mine = array if group.rank() == 0 else mx.depends(mx.zeros_like(array), array)
     return mx.distributed.all_sum(mine, group=group)
@@ -78,7 +78,7 @@ def check_parallel(parallel: Any) -> None:
 def spread(model: nn.Module, group: Group, parallel: Parallel = "tensor") -> None:
     """Keep this rank's part of a whole model, with mlx-lm's `shard` or `pipeline`.
 
-    The weights of the model may still be unread.
+    The model's weights need not be read yet.
 
     Raises:
         UnsupportedModelError: the architecture cannot be spread in this way, or over
@@ -170,8 +170,8 @@ def keeps_rows_alone(model: nn.Module) -> bool:
 def mark_of(model: nn.Module) -> str:
     """Return a checksum of the model's embeddings, which every rank has whole.
 
-    Models with different checksums have different weights. Only the first and the last
-    row of each embedding outside of the layers count.
+    Models with different checksums have different weights. The checksum covers only the
+    first and the last row of each embedding outside of the layers.
     """
     mark = zlib.crc32(type(model).__module__.encode())
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):

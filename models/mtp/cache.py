@@ -141,8 +141,8 @@ class TreeRound:
 
     All nodes of a level have the same position. Nodes attend to the committed
     positions, which `caches` already have, to their ancestors and to themselves.
-    `logits` are those of the nodes that were run last, [nodes, vocab], at first of the
-    root.
+    `logits` are those of the nodes that were run last, [nodes, vocab]; before the first
+    level, those of the root.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class TreeRound:
         self._level = self._columns = 0
 
     def run(self, tokens: mx.array, above: mx.array, seen: mx.array) -> None:
-        """Run the nodes of the next level; for the arguments see `Level`."""
+        """Run the nodes of the next level; the arguments are those of a `Level`."""
         depths = mx.zeros(tokens.shape[1], mx.int32)
         rows = TreeRows(seen, depths, self._level - self._columns)
         hidden = self._recycled[:, above]

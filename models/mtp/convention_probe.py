@@ -1,9 +1,10 @@
 """Probe of an MTP head's training convention, by the head's agreement with its target.
 
 The target writes a short text. For each candidate convention, the head reads the
-target's states and tokens and guesses that text. All combinations of the unknown fields
-are tried. A field keeps its usual value unless another is significantly better. The
-field `recycled` affects only the second drafted token, so it is decided last.
+target's states and tokens and guesses that text. The candidates are all combinations of
+values of the unknown fields. A field keeps its usual value unless another value is
+significantly better. The field `recycled` affects only the second drafted token, so it
+is decided last.
 
 Some converters leave a few norms in another form than the rest. The probe tries these
 mixed forms if the form is unknown and the head's agreement is not high.
@@ -31,7 +32,7 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from mlx_speculation.models.mtp.transforms import with_ones
 
-# Positions of each row at which the second drafted token is scored, one by one.
+# Number of positions in each row at which the second drafted token is scored.
 SECOND_DRAFTS = 8
 # If the agreement is at least this, norms in mixed forms are not tried.
 HIGH_AGREEMENT = 0.9
@@ -132,7 +133,7 @@ def probe(
 def _best(
     trials: Trials[MtpConvention], usual: MtpConvention, free: Sequence[str]
 ) -> MtpConvention:
-    """Return the usual convention, with another value in fields where it is better."""
+    """Return the usual convention, changed in those fields where this is better."""
     names = [name for name in _VALUES if name in free]
     every = [
         replace(usual, **dict(zip(names, values, strict=True)))

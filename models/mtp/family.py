@@ -30,7 +30,7 @@ class MtpFamily:
         modules: the targets' modules under mlx_lm.models.
         rules: prefixes of tensor names in files, mapped to prefixes of names in
             `MtpHead`. Wrappers such as "language_model." are removed first, and the
-            first match counts. {k} stands for any number. The value None marks copies
+            first match decides. {k} stands for any number. The value None marks copies
             of the target's tensors.
         after_trunk: whether {k} in "layers.{k}." continues the numbers of the target's
             layers.
@@ -38,8 +38,8 @@ class MtpFamily:
         layers: "one": a single layer, applied again for each further drafted token;
             "chained": layer k makes drafted token k, from the output of layer k - 1 at
             the same position; "first": several are stored, only the first is used.
-        depth: if one layer is applied again, the largest number of tokens that it may
-            draft in a round; None: any number.
+        depth: if one layer is applied again, the largest number of tokens that it
+            drafts in a round; None: any number.
         split_rules: the rules for a head in a folder of its own, with mlx-vlm's names;
             None: `rules` apply, also to names without "mtp.".
     """

@@ -1,7 +1,7 @@
 """Finding the tensors of an MTP head in a model folder.
 
 A head is in the shards of its target, or in a file beside them. Most conversions drop
-the head although config.json still declares it, so only the files' contents count.
+the head although config.json still declares it, so the files' tensors are searched.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ from mlx_speculation.models.safetensors_layout import (
     weight_files,
 )
 
-# In the order of the search: the first place that holds tensors of a head counts.
+# In the order of the search, which ends at the first place with tensors of a head.
 SIDECARS = (
     "mtp.safetensors",
     "mtp/weights.safetensors",
@@ -139,7 +139,7 @@ def is_leftover(module: str, name: str, trunk: int) -> bool:
 
 
 def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], bool]]:
-    """Yield the files of each place where a head may be, in the order of precedence.
+    """Yield the files of each place where a head can be, in the order of precedence.
 
     The flag says whether these files count as shards of the target.
     """

@@ -1,7 +1,7 @@
 """Hashes of a target and of its head, to tell whether they are still the same.
 
 Of a file or tensor of more than 1 MiB, only 64 evenly spread blocks of 4 KiB are
-hashed, the first and the last included. A change of a few weights may go unnoticed.
+hashed, the first and the last included. A change of a few weights can go unnoticed.
 """
 
 import hashlib

@@ -75,12 +75,12 @@ class MtpHead(nn.Module):
 
     def __init__(
         self,
-        layers: list[MtpLayer],  # one, or if chained one for each drafted token
+        layers: list[MtpLayer],  # one; if chained, one for each drafted token
         convention: MtpConvention,
         *,
         # Whether layer k makes drafted token k; else the first layer makes all of them
         chained: bool = False,
-        depth: int | None = None,  # largest number of drafts in a round; None: any
+        depth: int | None = None,  # largest number of tokens in a draft; None: any
     ) -> None:
         super().__init__()
         self.layers = layers

@@ -1,6 +1,6 @@
 """Loading an MTP head with the convention that it was trained with.
 
-The first of these sources that has the convention counts:
+The convention is taken from the first of these sources that has it:
 
     1. the caller
     2. the files of an MTPLX pack (see `pack_convention`); if these do not say how norms
@@ -59,8 +59,9 @@ def load_mtp_head(
     Raises:
         UnsupportedModelError: no heads are known for the target's family.
         ConventionError: the head agrees with the target under no convention.
-        ModelFolderError: the folder has no head, the head is not complete, or neither
-            `convention` nor the files say how norms are stored.
+        ModelFolderError: the folder has no head, the head is not complete, or
+            `convention` was passed without `norms` and the files do not say how norms
+            are stored.
     """
     value = find_mtp_head(folder, model, split=split)
     pack = None

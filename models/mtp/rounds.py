@@ -84,7 +84,7 @@ class HeadRound:
         self._open: list[tuple[Any, list[int]]] = []
 
     def feed(self, hidden: mx.array | None, texts: Texts, stops: Sequence[int]) -> None:
-        """Write positions of committed text and keep them, with the waiting states."""
+        """Write positions of committed text; keep them and the waiting states."""
         self._run(hidden, texts, stops, len(self._rows.layers))
         self.commit()
 

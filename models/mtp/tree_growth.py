@@ -28,7 +28,8 @@ class Level(NamedTuple):
     """The nodes of one level that the head is to run."""
 
     tokens: mx.array  # uint32 [1, nodes]
-    # int32 [nodes], the index of each node's parent in the previous level; at first 0
+    # int32 [nodes], the index of each node's parent in the previous level; in the first
+    # level 0
     above: mx.array
     # bool [nodes, columns], whether a column is the node or an ancestor; there is a
     # column for each node run so far, these nodes included
@@ -47,8 +48,8 @@ def grow(
 
     `children` is called for the root, and after each level that `run` has run. The
     result has the tokens, uint32 [nodes] (fewer if the levels have fewer candidates),
-    and for each node the index of its parent, int32, smaller than the node's own; -1 is
-    the root.
+    and for each node the index of its parent, int32, smaller than the node's own; -1
+    means the root.
     """
     beam = min(BEAM, nodes)
     tokens, values = (each[0] for each in children(nodes if levels == 1 else beam))
@@ -57,7 +58,7 @@ def grow(
     first = mx.arange(width) == 0  # whether nodes are on the path of first choices
     parents = mx.full(width, -1, mx.int32)
     every = [(tokens, values, parents, first)]
-    place = mx.arange(width, dtype=mx.int32)  # the beam among all candidates
+    place = mx.arange(width, dtype=mx.int32)  # the beam's places among all candidates
     above = mx.zeros(width, mx.int32)
     seen = mx.eye(width, dtype=mx.bool_)
     count = width

@@ -8,7 +8,7 @@ methods, with the same result up to rounding:
     several rows     q (W_k c), and W_v c: first computes keys and values of every head
                      from all latents, in every forward
 
-The second method is faster for a prompt, but slower for the few rows of a verify over a
+The second method is faster for a prompt, but slower for the few rows of a round after a
 long text. So in a round up to `MOST_ROWS` rows use the first method. The hook runs a
 copy of the model's own method with another attention function. The keys and values in
 that copy are not used, and so never computed. Classes whose source has changed get no

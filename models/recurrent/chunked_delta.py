@@ -14,12 +14,12 @@ R_t = g_1 ... g_t:
 This is the chunked form (WY, or UT transform) of Yang et al. 2024, "Parallelizing
 Linear Transformers with the Delta Rule over Sequence Length", with the decay of Yang et
 al. 2025, "Gated Delta Networks", equations 8 to 10. Nothing is divided by a decay, so
-decays may be 0.
+decays can be 0.
 
 Results differ from the recurrence by rounding. So products are used only where a row of
 a block has other bits than the same row alone anyway: in float32 on a CPU with
-OpenBLAS. A kernel of `models.ops`, as on CUDA, is used instead of products. mlx-lm's
-own scan runs in all other cases, and for single rows.
+OpenBLAS. Where `models.ops` has a kernel, as on CUDA, the kernel is used. mlx-lm's own
+scan runs in all other cases, and for single rows.
 """
 
 import functools
@@ -56,7 +56,10 @@ class Chunk:
     block: _Block
 
     def after(self, keep: int) -> mx.array:
-        """Return the state after the first `keep` rows, at least 1, like `start`."""
+        """Return the state after the first `keep` rows, in the shape of `start`.
+
+        `keep` is at least 1.
+        """
         updates, last = self.block.updates, keep - 1
         weights = self.block.decays[..., last, :keep, None]
         added = (updates[..., :keep, :] * weights).swapaxes(-1, -2)
@@ -72,7 +75,7 @@ def run_chunk(
     v: mx.array,  # [batch, rows, value heads, Dv], grouped by key head
     g: mx.array,  # decays in [0, 1], [batch, rows, value heads]
     beta: mx.array,  # [batch, rows, value heads]
-    # Before the block, [batch, value heads, Dv, Dk]; None: zeros
+    # The state before the block, [batch, value heads, Dv, Dk]; None: zeros
     state: mx.array | None = None,
 ) -> Chunk:
     """Run a block of gated delta steps; all arrays are float32."""

@@ -6,7 +6,7 @@ record calls. Nothing is stored on the model, so generators and threads do not a
 each other. There are three cases:
 
     notes complete       the state follows from the notes; projections do not run
-    otherwise            the mixer runs again over its recorded inputs, and is counted
+    otherwise            the mixer runs again over its recorded inputs; this is counted
     mixer not listed,    it is not hooked, and after a partial acceptance the model runs
     or source changed    again: correct, but it takes one forward
 """

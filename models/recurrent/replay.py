@@ -1,14 +1,14 @@
 """Replay: the state after a prefix, from notes of the calls inside of a mixer's call.
 
-A mixer that runs again over its inputs reads the weights of its projections again, most
-of the weights that a decode step reads. But the states follow from less:
+A mixer that runs again over its inputs reads the weights of its projections again.
+These are most of the weights that a decode step reads. But the states follow from less:
 
     state of                     follows from                       cost
     a causal convolution         the rows that went into it         a copy of K - 1 rows
     a scan (gated delta, SSD,    the arguments of the scan          one scan
       lightning attention)
     a scan, run as a block       the results of the block           one product
-    RG-LRU                       its output, which is every state   a copy of one row
+    RG-LRU                       its output, which has all states   a copy of one row
     the last raw key and value   all raw keys and values            a copy of one row
     the last token ids           the ids                            a copy of n ids
 
@@ -90,7 +90,7 @@ class Recipe(Protocol):
 
     @property
     def runs_again(self) -> bool:
-        """Return whether the mixer may run again instead: it writes no other cache."""
+        """Return whether the mixer can run again instead: it writes no other cache."""
         ...
 
     def replay(self, call: "MixerCall", cache: ArraysCache, keep: int) -> None:
@@ -247,7 +247,7 @@ def _head(rows: mx.array, keep: int, axis: int) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RgLru:
-    """RG-LRU after a convolution: its output is the state after each position."""
+    """RG-LRU after a convolution. RG-LRU's output is the state after each position."""
 
     runs_again: bool = True
 

@@ -5,7 +5,7 @@ have one id for each slot already. The exceptions, by `Family.slots`:
 
     spread   the number of ids of an image is not its number of slots
     beyond   ids of slots have no row in the output layer, so they cannot be drafted
-    bounds   slots may have any ids; the processor returns the bounds of the slots
+    bounds   slots can have any ids; the processor returns the bounds of the slots
 
 For these the engine reads -1, which is no token id, in each slot. The model still reads
 the original ids, `ImagePrompt.given`.

@@ -30,8 +30,8 @@ class Family:
             images shift them.
         axes_last: whether positions are [1, n, 3] instead of [3, 1, n].
         recurrent: whether some layers are recurrent, see `recurrent_slots`.
-        one_pass: whether a config may let tokens of an image see later tokens of the
-            same image. Then one forward has to hold all images of a prompt.
+        one_pass: whether a config can let tokens of an image see later tokens of the
+            same image. If it does, one forward has to hold all images of a prompt.
         quantizes: whether its attention was tested with quantized caches; False for
             families with sliding layers, whose windows mlx-lm cannot quantize.
         one_image: whether mlx-vlm reads at most one image in a prompt.

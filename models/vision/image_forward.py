@@ -107,7 +107,7 @@ class ImageForward:
     def _part(self, start: int, stop: int) -> dict[str, Any]:
         """Return the arguments of the language model for tokens [start, stop)."""
         fields = self._read()
-        # A new array, as gemma3 scales its argument in place.
+        # A new array, since gemma3 scales its argument in place.
         result: dict[str, Any] = {
             "inputs_embeds": fields["inputs_embeds"][:, start:stop]
         }

@@ -39,7 +39,8 @@ class ImagePrompt:
         given: the ids that the model reads, see `engine_ids`; None: `input_ids`.
 
     Raises:
-        InvalidRequestError: the ids do not have shape [1, n], or `inputs` has text.
+        InvalidRequestError: the ids do not have shape [1, n], or `inputs` has arrays
+            that belong to the text.
     """
 
     input_ids: mx.array

@@ -45,8 +45,9 @@ def load_vision(
 ) -> tuple[VisionTarget, Any]:
     """Load a vision model with mlx-vlm, and mlx-lm's wrapper of its tokenizer.
 
-    `path_or_repo` is a folder in mlx-vlm's layout, or the name of a repository. With
-    `trust_remote_code` code in it may run. On a Linux CPU the weights are float32.
+    `path_or_repo` is a folder in mlx-vlm's layout, or the name of a repository.
+    `trust_remote_code` lets code in the folder run. On a Linux CPU the weights are
+    float32.
 
     Raises:
         MissingLibraryError: mlx-vlm is not installed.
@@ -91,7 +92,10 @@ def load_vision(
 
 
 def _check_library(path_or_repo: str | Path) -> None:
-    """Raise an error if mlx-vlm is missing; for a text-only model the error says so."""
+    """Raise an error if mlx-vlm is missing.
+
+    If the model reads text only, the error says that instead.
+    """
     if find_spec("mlx_vlm") is not None:
         return
     here = Path(path_or_repo).expanduser()
@@ -140,9 +144,10 @@ class Processor:
     ) -> ImagePrompt:
         """Return a prompt with images, from text or messages.
 
-        Text has the family's own marker for each image. Images belong to the image
-        parts of messages, and further images to the user's last message. `images` are
-        sources for `open_image`. `template` has keywords for the chat template.
+        A text needs the family's own marker for each image. In messages the first
+        images belong to the image parts, and further images to the user's last message.
+        `images` are sources for `open_image`. `template` has keywords for the chat
+        template.
 
         Raises:
             InvalidRequestError: an image cannot be read, the prompt is neither text nor

@@ -36,8 +36,9 @@ def open_image(source: Any, limits: ImageLimits = USUAL_LIMITS) -> Any:
     `source` is a path, bytes, a data URL, or a picture of Pillow.
 
     Raises:
-        InvalidRequestError: the source is no image, of another format, truncated, too
-            large, of several frames, or a URL that would have to be fetched.
+        InvalidRequestError: the source is no image, is in a format not in `FORMATS`, is
+            truncated or too large, has several frames, or is a URL that would have to
+            be fetched.
     """
     from PIL import Image, ImageOps
 
