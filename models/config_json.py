@@ -42,7 +42,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return part if isinstance(part, dict) else config
 
 
-# Keys of objects that may be nested in a draft's config.json.
+# Keys of objects that can be nested in a draft's config.json.
 PARTS = ("transformer_layer_config", "text_config", "dflash_config", "eagle_config")
 
 

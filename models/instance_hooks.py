@@ -28,7 +28,7 @@ class Hook(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-# Re-entrant: during a change the garbage collector may call `remove` for a collected
+# Re-entrant: during a change the garbage collector can call `remove` for a collected
 # generator, whose hooks are then removed after the change.
 _lock = threading.RLock()
 _changing = False
@@ -99,7 +99,7 @@ class Hooked:
 
     def __init__(self, hooks: Iterable[tuple[nn.Module, Hook]]) -> None:
         pairs = list(hooks)
-        for module, hook in pairs:  # raise errors before any module is changed
+        for module, hook in pairs:  # raises errors before any module is changed
             hook.make(plain_class(module), *hook.args)
         self._pairs = pairs
         with _change():

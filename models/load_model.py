@@ -229,7 +229,7 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
 def _load_trunk(
     folder: Path, trust_remote_code: bool, *, lazy: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model without the tensors of an MTP head that its files may hold."""
+    """Load a model without the tensors of an MTP head that its files can hold."""
     beside = sidecar_names(folder)
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:

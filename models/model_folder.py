@@ -113,7 +113,7 @@ def _meant(path: Path, words: Sequence[str]) -> str:
     parent = path.parent
     beside = parent.iterdir() if parent.is_dir() else ()
     meant = {each.name: str(each) for each in beside if each.is_dir()}
-    if path.name == str(path):  # a bare name may be meant as one of the words
+    if path.name == str(path):  # a bare name can be meant as one of the words
         meant |= {word: word for word in words}
     near = get_close_matches(path.name, meant, n=1, cutoff=0.66)
     return f" Did you mean {meant[near[0]]!r}?" if near else ""

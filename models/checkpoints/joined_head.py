@@ -74,7 +74,7 @@ class JoinedHead(nn.Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of the head's states, which may differ from the target's."""
+        """The dtype of the head's states, which can differ from the target's."""
         result: mx.Dtype = self.norm.weight.dtype
         return result
 
@@ -128,7 +128,7 @@ def features_of(
 ) -> tuple[int, ...]:
     """Return the possible counts of layers that `fc` reads; empty: there is no `fc`.
 
-    If `fc` is quantized and config.json has no bits, its shapes may fit several counts.
+    If `fc` is quantized and config.json has no bits, its shapes can fit several counts.
     """
     wide, scales = weights.get("fc.weight"), weights.get("fc.scales")
     if wide is None:
@@ -167,7 +167,7 @@ def check_layers(
     *,
     trunk: int,  # how many layers the target has
     features: Sequence[int] = (),  # possible counts of layers of `fc`; empty: unknown
-    lowest: int = 0,  # -1: the embeddings may be read too
+    lowest: int = 0,  # -1: the embeddings are allowed too
     advice: str = "",  # the end of the error for a layer that is missing
 ) -> tuple[int, ...]:
     """Return the layers that a head reads, after checking that the target has them."""

@@ -49,7 +49,7 @@ class LayerList:
 
 @dataclass(frozen=True, slots=True)
 class LayerReadings:
-    """Layers that a draft may have been trained on."""
+    """Lists of layers, on one of which a draft was trained."""
 
     # The candidates, the usual ones first, each with its name in messages
     layers: Mapping[Layers, str]

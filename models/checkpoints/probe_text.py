@@ -20,7 +20,7 @@ STARTS = (
     "A list of the most",
     "Once upon a time there",
 )
-# 4 starts x 16 = 64 tokens; repeated trigrams count once, see `OwnText.score`.
+# 4 starts x 16 = 64 tokens; repeated trigrams are scored once, see `OwnText.score`.
 STEPS = 16
 
 
@@ -65,7 +65,7 @@ class OwnText:
         return self.tokens.shape[1]
 
     def score(self, logits: mx.array, first: int, ids: mx.array | None = None) -> Score:
-        """Score guesses; a repeated trigram of the text counts once.
+        """Score guesses; a repeated trigram of the text is scored once.
 
         `logits`, [rows, n, columns], are for the tokens at the n positions from
         `first`, which is `written` or later. `ids` are the token ids of the columns;

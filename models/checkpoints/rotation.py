@@ -37,7 +37,7 @@ _SCALES = {
     "beta_fast",
     "beta_slow",
 }
-# Numbers that may be 0 or negative
+# Numbers that are allowed to be 0 or negative
 _FINITE = {"mscale", "mscale_all_dim", "attention_factor"}
 # Values by their keys, each with its place in config.json
 _Stated = dict[str, tuple[Any, str]]

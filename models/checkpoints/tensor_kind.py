@@ -1,6 +1,6 @@
 """Kind of the drafter in a folder, by the names of its tensors.
 
-config.json may claim another kind, since later kinds reuse architectures and keys of
+config.json can claim another kind, since later kinds reuse architectures and keys of
 earlier ones.
 """
 
@@ -53,8 +53,8 @@ def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
     for sign, kind in _SIGNS.items():
         if any(name.startswith(sign) for name in present):
             return kind
-    # A DSpark drafter can do with DFlash's tensors alone. A DFlash2 drafter cannot, but
-    # the error is left to its loader.
+    # A DSpark drafter can have DFlash's tensors only. A DFlash2 drafter cannot, but the
+    # error is left to its loader.
     if present >= _BLOCKS and claimed not in ("dflash", "dflash2", "dspark"):
         return "dflash"
     return claimed

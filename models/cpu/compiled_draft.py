@@ -40,7 +40,7 @@ class FixedKeys:
     the offset are in use.
     """
 
-    single_rows = True  # attention of one row may round differently than mlx's
+    single_rows = True  # attention of one row need not round as mlx's does
 
     def __init__(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
         self.keys = keys
@@ -49,7 +49,7 @@ class FixedKeys:
 
     def make_mask(
         self,
-        N: int,  # noqa: N803  models may name it
+        N: int,  # noqa: N803  models can pass it by name
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array:

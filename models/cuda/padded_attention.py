@@ -8,8 +8,8 @@ pairs, since a prompt can have any length. With padding it meets few:
     keys     512 1,024 1,536 ... 4,096 4,608 ...             whole steps of 512, or
                                                              these and then the rows
 
-The padding is zeros. If the mask is causal, and the keys before the rows make whole
-steps or there are none, as many keys are added as rows. The mask stays causal, and only
+The padding is zeros. If the mask is causal, and the number of keys before the rows is 0
+or makes whole steps, as many keys are added as rows. The mask stays causal, and only
 added rows see added keys. Otherwise a bool mask hides the added keys. Attention with a
 bool mask took 3 to 7 times as long on an H200.
 

@@ -1,7 +1,7 @@
 """Loading a DSpark drafter from a folder or a GGUF file into a module.
 
 A confidence head, which says where to end a draft, is not loaded: running it in each
-round costs about as much time as its shorter drafts save.
+round costs about as much time as shorter drafts save.
 """
 
 from collections.abc import Sequence

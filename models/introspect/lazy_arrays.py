@@ -2,7 +2,7 @@
 
 mlx cannot compute a lazy array in another thread than the one that made it: "There is
 no Stream(cpu, 0) in current thread". mlx-lm evaluates the parameters that it loads.
-Other arrays may stay lazy: tables under names with an underscore, and weights that a
+Other arrays can stay lazy: tables under names with an underscore, and weights that a
 forward replaces, as in gemma3n.
 """
 

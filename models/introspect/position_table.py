@@ -1,4 +1,4 @@
-"""The table of learned positions that a model may have, such as GPT-2's.
+"""The table of learned positions that a model can have, such as GPT-2's.
 
 mlx does not check indices, so a forward past the table's last row reads other memory.
 So lanes refuse to feed a text past the table's end. Padding can have positions past the
@@ -61,7 +61,7 @@ def position_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 
 
 def _tables(model: nn.Module, *, anew: bool = False) -> list[_Table]:
-    """Return the position tables of a model, with `anew` not from the cache."""
+    """Return a model's position tables, with `anew` after a new search for them."""
     kept = _kept.get(id(model))
     if kept is None or anew:
         forget = partial(_forget, _kept, id(model))

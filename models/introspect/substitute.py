@@ -29,7 +29,7 @@ class _Instead(Observer):
         if self._array is None:
             raise _ReachedError(first_array(values))
         self.given = True
-        return self._array[...]  # the model may write into it
+        return self._array[...]  # the model can write into it
 
 
 class _ReachedError(Exception):
@@ -44,7 +44,7 @@ def logits_of(
 ) -> mx.array:
     """Return the logits of a model in which a module returns `result`.
 
-    Operations before the final norm may be built, but are never evaluated.
+    Operations before the final norm can be built, but are never evaluated.
     """
     instead = _Instead(module, result)
     others = () if also is None else (also,)

@@ -116,7 +116,7 @@ class BatchLane(RequestLane):
             self._arrange(self.stand, size or self.requests)
 
     def extract(self, place: int) -> list[Any]:
-        """Return a copy of one request's caches, of the kinds that its lane had."""
+        """Return copies of a request's caches, of the kinds that it had in its lane."""
         caches = [cache.extract(self.stand[place]) for cache in self.caches]
         return with_slack(caches) if self._slack else caches
 
@@ -191,7 +191,7 @@ class BatchRound(RequestRound):
         self._fed_as = None if in_order else lane.fed_as
         self.speculation = Speculation(lane.caches, whole=whole)
         self._members = lane.members
-        self._kept: list[int] = []  # tokens kept of each request, once committed
+        self._kept: list[int] = []  # tokens kept of each request by the commit
         # All followers keep states for one head, so they have the same taps.
         followers = [each.follower for each in lane.members if each.follower]
         self._taps = followers[0].taps if followers else None

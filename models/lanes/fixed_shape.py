@@ -35,7 +35,7 @@ TRIED = (TOGETHER | ALONE.keys()) - UNFIT.keys()
 
 
 def check_fixed_shape(model: nn.Module) -> None:
-    """Refuse a model that was not tried in exact mode, or failed.
+    """Refuse a model that was not tried in exact mode, or failed the trial.
 
     Raises:
         UnsupportedModelError: the model is refused, or a mixer's source has changed.

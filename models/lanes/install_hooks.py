@@ -26,7 +26,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 class ModelHooks(Hooked):
     """The hooks on one model, for the life of their owner.
 
-    Several owners may hook one model. The last one to remove its hooks gives the
+    Several owners can hook one model. The last one to remove its hooks gives the
     modules their own classes back.
     """
 

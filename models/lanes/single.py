@@ -71,8 +71,8 @@ class Lane(RequestLane):
     Attributes:
         shows: whether to evaluate the hidden states of every chunk of a prompt. If one
             rank reads the states, all ranks that share the target have to set this.
-        prefill_progress: called with the length of every chunk of a prompt, once it is
-            kept.
+        prefill_progress: called with the length of every chunk of a prompt, after the
+            chunk is kept.
         positions: the number of positions that the model has embeddings for. A forward
             past them is refused.
         is_draft: whether this is a drafter's lane. Its prompts use a round's

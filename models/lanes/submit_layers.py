@@ -5,7 +5,7 @@ while the graph of the forward is built. If the forward is submitted after every
 layers, the first layers run meanwhile. Each submission costs time, so
 `SpeculativeGenerator.calibrate` finds the best number of layers by measurement.
 
-On a CPU `mx.async_eval` blocks once about a hundred operations wait. So a plain step is
+On a CPU `mx.async_eval` blocks when about a hundred operations wait. So a plain step is
 submitted layer by layer. Rounds gained nothing from this with two cores
 (docs/log/rounds.md). Results are the same for any number of layers.
 """
@@ -22,7 +22,7 @@ from mlx_speculation.models.observer import first_array
 from mlx_speculation.models.round_context import cuda_serves, on_cpu, parts_of_forward
 
 _RANK = 2  # outside of all other hooks: the outermost hook's result is submitted
-PART_SIZES = (0, 2, 4, 8, 16)  # layers that a round may submit at once; 0: all
+PART_SIZES = (0, 2, 4, 8, 16)  # layers that a round can submit at once; 0: all
 
 
 def usual_part() -> int:

@@ -89,7 +89,7 @@ def deepseek_v32(args: Any, config: Config, k: int) -> list[Block]:
 
     The indexer chooses positions anew for each drafted token, even if config.json sets
     index_share_for_mtp_iteration. Engines that choose only for the first drafted token
-    may draft other tokens, at a little less cost, in texts longer than index_topk.
+    can draft other tokens, at a little less cost, in texts longer than index_topk.
     """
     layer = _models("deepseek_v32").DeepseekV32DecoderLayer
     args = replace(args, first_k_dense_replace=0, moe_layer_freq=1)

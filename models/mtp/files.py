@@ -162,7 +162,7 @@ def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], 
             by_folder.setdefault(file.parent, []).append(file)
         yield from ((files, False) for files in by_folder.values())
     yield weight_files(folder), True
-    yield spare_files(folder), True  # an index may be older than the head
+    yield spare_files(folder), True  # an index can be older than the head
 
 
 def _held(
@@ -170,7 +170,7 @@ def _held(
     family: MtpFamily,
     trunk: int,
     *,
-    bare: bool = False,  # whether names may lack their first part, "mtp."
+    bare: bool = False,  # whether names can lack their first part, "mtp."
     split: bool = False,
 ) -> dict[str, Stored]:
     """Return the tensors of a head in some files, by their names in `MtpHead`."""

@@ -13,7 +13,7 @@ from mlx_speculation.models.mtp.files import HeadFiles
 from mlx_speculation.models.safetensors_layout import places_in, weight_files
 
 BLOCK, BLOCKS, WHOLE = 4096, 64, 1 << 20
-# A description of some bytes, their file, and their bounds in it, [begin, end)
+# A description of some bytes, their file, and their bounds in the file, [begin, end)
 _Span = tuple[str, Path, int, int]
 
 

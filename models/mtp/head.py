@@ -1,6 +1,6 @@
 """An MTP head of any family as a module; see `family` for the formulas.
 
-A head's caches count positions from the first one that they hold. This shifts all
+For a head's caches, the first position that they hold is position 0. This shifts all
 positions equally, so no output changes. Positions of committed text need only their
 keys and values, so the rest of their forward is never evaluated.
 """

@@ -107,7 +107,7 @@ class HeadRound:
     ) -> None:
         """Write positions, and draft after them; see `ParallelHead`.
 
-        With several texts, at most one position of each may be written, except in a
+        With several texts, at most one position of each can be written, except in a
         chain.
         """
         if self._rows.chained:
@@ -257,7 +257,7 @@ def cut(
     """Return `counts` columns of each row from `starts` on; None: no columns."""
     if array is None or not max(counts):
         return None
-    if len(set(starts)) == 1:  # after a shorter row's columns any values may follow
+    if len(set(starts)) == 1:  # after a shorter row's columns any values can follow
         return array[:, starts[0] : starts[0] + max(counts)]
     return _taken(array, np.array(starts)[:, None] + np.arange(max(counts)))
 

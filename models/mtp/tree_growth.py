@@ -28,8 +28,8 @@ class Level(NamedTuple):
     """The nodes of one level that the head is to run."""
 
     tokens: mx.array  # uint32 [1, nodes]
-    # int32 [nodes], the index of each node's parent in the previous level; in the first
-    # level 0
+    # int32 [nodes], the index of each node's parent in the previous level (0 if this is
+    # the first level)
     above: mx.array
     # bool [nodes, columns], whether a column is the node or an ancestor; there is a
     # column for each node run so far, these nodes included

@@ -42,7 +42,7 @@ from mlx_speculation.models.source_digests import is_known
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
-_RANK = 0  # the innermost hook of a mixer, as it copies code of the plain class
+_RANK = 0  # the innermost hook of a mixer, since it copies code of the plain class
 
 
 def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ def _recorded(
 
 
 def _mixer_of(module: nn.Module) -> Mixer | None:
-    """Return the `Mixer` of a module; None: it is no mixer, or its source changed."""
+    """Return the `Mixer` of a module; None: it has none, or its source changed."""
     kind = plain_class(module)
     place = (kind.__module__, kind.__name__)
     mixer = MIXERS.get(place) or COMPRESSORS.get(place)

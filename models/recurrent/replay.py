@@ -90,7 +90,10 @@ class Recipe(Protocol):
 
     @property
     def runs_again(self) -> bool:
-        """Return whether the mixer can run again instead: it writes no other cache."""
+        """Return whether the mixer can run again instead of a replay.
+
+        It cannot if it also writes to another cache.
+        """
         ...
 
     def replay(self, call: "MixerCall", cache: ArraysCache, keep: int) -> None:

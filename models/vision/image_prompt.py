@@ -13,7 +13,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 # The least key of an image's slot in a prefix cache; token ids are smaller.
 _LEAST_KEY = 1 << 62
-# Stands for a slot that has no token id of its own, or a negative one.
+# Stands for a slot that has no token id of its own, or has a negative one.
 SLOT = -1
 # Outputs of a processor that belong to the text.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids")

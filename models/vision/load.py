@@ -77,7 +77,7 @@ def load_vision(
         inner = getattr(processor, "tokenizer", processor)
         ends = inner.stopping_criteria.eos_token_ids
         template = getattr(processor, "chat_template", None)
-        if isinstance(template, str):  # the template may be in a file of its own
+        if isinstance(template, str):  # the template can be in a file of its own
             more["chat_template"] = template
         tokenizer = load_tokenizer(folder, more, eos_token_ids=ends)
     except Exception as error:
