@@ -36,8 +36,9 @@ StartStream = Callable[[list[int], DraftLengthPolicy], Stream]
 # Called with the numbers of finished rounds and of all rounds.
 Progress = Callable[[int, int], None]
 
-# Number of rounds with each part size, their draft length, and the least share of a
-# round's time that a part size has to save to replace the usual one.
+# A part is the layers that a forward submits at once. The number of rounds that are
+# measured with each part size, their draft length, and the least share of a round's
+# time that another size has to save to replace the usual size.
 PART_ROUNDS, PART_DRAFT, PART_GAIN = 5, 4, 0.05
 
 

@@ -59,7 +59,7 @@ class GeneratorConfig:
     notices: tuple[str, ...]  # on how the draft was chosen
     lengths: PolicyFactory
     options: GeneratorOptions  # as passed
-    # Index in the prefix cache of the head whose rows the cache keeps; None: of no head
+    # Index of the head whose rows the prefix cache keeps; None: it keeps no head's rows
     kept_head: int | None
 
     @property

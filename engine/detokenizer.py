@@ -17,9 +17,9 @@ from mlx_speculation.engine.round.outcome import RoundOutcome
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 HALF = 3  # largest number of bytes of an incomplete character
 CONTEXT = 8  # smallest number of earlier tokens that are decoded with a new one
-# Matches text that a tokenizer's clean-up of spaces cannot change any more. A pattern
-# of the clean-up begins with a space, and ends at most one character after that space,
-# or at a quote, or after a quote.
+# Matches text that a tokenizer's clean-up of spaces cannot change any more. Each text
+# that the clean-up replaces begins with a space. It ends at most one character after
+# that space, or at a quote, or after a quote.
 _CLEANED = re.compile(r".*[^\s']{2}", re.DOTALL)
 
 
@@ -73,8 +73,8 @@ class TextDetokenizer:
         self._strings = StopStrings(stop_strings)
         self._window: list[int] = []
         self._shown = ""  # emitted text of the window
-        self._whole = 0  # number of its tokens up to the last complete character
-        self._cut = 0  # number of its first tokens that may be dropped next
+        self._whole = 0  # number of the window's tokens up to the last whole character
+        self._cut = 0  # number of first tokens of the window to drop next, if possible
 
     def fork(self) -> tuple[Any, ...]:
         """Return the state, to `restore` it if the next tokens are undone."""

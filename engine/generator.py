@@ -173,7 +173,7 @@ class SpeculativeGenerator:
         return self._setup.prompts.replay(ids)
 
     def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
-        """Return a prompt's token ids: text or messages encoded, or ids checked.
+        """Return a prompt's token ids: encode text or messages; check ids.
 
         Raises:
             InvalidRequestError: the prompt has no token, or an id the target lacks.

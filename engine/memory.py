@@ -26,7 +26,7 @@ class Memory:
     Attributes:
         draft_weights: weights that only the draft has, and rows of a reduced
             vocabulary.
-        target_caches: caches of the target. Allocated rows that are still empty count.
+        target_caches: caches of the target, including allocated rows still empty.
         draft_caches: caches of the draft, and hidden states of the target that the
             draft has not read yet. A custom drafter lists its arrays and caches in an
             attribute `held`.

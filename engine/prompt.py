@@ -21,7 +21,7 @@ from mlx_speculation.models.vision import ImagePrompt
 from mlx_speculation.samplers import Rows
 
 CONTEXT = 8  # tokens decoded before an answer, so that a space at its start is kept
-MOST = 64  # answers compared with one prompt
+MOST = 64  # largest number of answers that are compared with one prompt
 
 # Text, token ids, the messages of a chat, or an image processor's output.
 Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]] | ImagePrompt

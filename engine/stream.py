@@ -94,7 +94,7 @@ class Generation:
             if not self._in_rounds and not (self.begin() and self._in_rounds):
                 return
             if self.session is not None and self.decoder.planned:
-                self.session.turn()  # else the ranks meet as they exchange the plan
+                self.session.turn()  # else the ranks meet when they exchange the plan
             budget = chunks.max_tokens - self._statistics.emitted
             known = len(self._tokens)
             try:

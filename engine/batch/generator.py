@@ -44,12 +44,12 @@ class BatchGenerator:
     handler, is raised at the end of a round or of a chunk of a prompt. The next call of
     `next` then returns the responses that the interrupted call did not return.
 
-    Methods that take a `uid` raise InvalidRequestError if the batch has no such row.
+    Methods that take a `uid` raise InvalidRequestError if no row has this id.
 
     Args:
         generator: a `SpeculativeGenerator`; the rows have its options.
         max_rows: the largest number of rows that run at once. Further rows wait.
-        row_sizes: pad the batch to a few different numbers of rows, see
+        row_sizes: pad the number of rows to the next one of a few sizes, see
             `models/shape_buckets.py`. Padding changes no text. None: pad only if a new
             number of rows takes long to compile.
 
@@ -123,8 +123,9 @@ class BatchGenerator:
         reads at most one chunk (`prefill_step_size` tokens), which may hold several
         short prompts.
 
-        Responses are in the order of insertion, those of a row in the order of its
-        text. There are none until a row has read its prompt.
+        Responses are in the order in which their rows were inserted. The responses of
+        one row are in the order of its tokens. A row has no response before its prompt
+        is read.
         """
         with DeferredSignals(checkpoints=True):
             if self._queue.waiting and not self._wired:
@@ -141,7 +142,7 @@ class BatchGenerator:
 
     @property
     def memory(self) -> int:
-        """Allocated bytes of caches, drafts' included, of rows that have not ended."""
+        """Allocated bytes of the caches of rows that have not ended, also of drafts."""
         return self._queue.nbytes
 
     def why_alone(self, uid: int) -> str | None:

@@ -48,8 +48,8 @@ class BatchDecoder(Decoder):
         self._started: set[int] = set()  # uids whose own drafters have read the prompt
         self._reading = False  # whether a drafter still has prompt tokens to read
         self._waits = False  # whether the shared drafter waits for the step in flight
-        self._limits: list[int] = []  # of each request's draft in this round
-        self._context = 0  # of the longest request in this round
+        self._limits: list[int] = []  # longest draft of each request in this round
+        self._context = 0  # number of tokens of the longest request in this round
 
     def take(self, rows: Sequence[BatchRequest]) -> None:
         """Replace the requests, and drop the plans."""
@@ -90,8 +90,9 @@ class BatchDecoder(Decoder):
     def _submits_next(self) -> bool:
         """Return whether this plain round submits the step of the next round.
 
-        It does not if the next round is expected to draft, unless drafters can propose
-        while a step is in flight.
+        If this round was allowed to draft, the step is submitted only if drafters can
+        propose while it is in flight. Else the step is submitted only if the next round
+        is not expected to draft.
         """
         if any(self._limits):  # nothing was proposed, or a drafter waits for the step
             return self._drafts_behind
@@ -133,7 +134,8 @@ class BatchDecoder(Decoder):
         """Return whether drafters can propose while a step is in flight.
 
         A shared drafter cannot: if it is expected to pay, no step is submitted ahead.
-        Nor is one submitted while drafters read prompts: this would distort its cost.
+        While drafters read prompts, no step is submitted ahead either, because the
+        reading would distort the step's measured cost.
         """
         return self._sequential and not self._reading and not self._waits
 

@@ -96,7 +96,7 @@ class BatchRequest:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The request's own lanes; in a batch, shared lanes take their caches."""
+        """The request's own lanes; in a batch, their caches move into shared lanes."""
         result = [self.request.target, *self.request.open_drafter.lanes]
         return [lane for lane in result if lane is not None]
 

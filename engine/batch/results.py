@@ -29,7 +29,8 @@ class BatchStatistics:
 
     Attributes:
         rounds: calls of `next` in which rows ran.
-        forwards: forwards of the target over rows that run together, without prefill.
+        forwards: forwards of the target over rows that run together; those of prefill
+            are left out.
         row_rounds: the sum of the numbers of rows of these forwards.
         finished: rows that have ended, with an error or without, or were removed.
         failed: rows that ended with an error.

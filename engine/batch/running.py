@@ -61,7 +61,7 @@ class RunningTogether:
         self._take([*self.rows, *rows])
         for row in rows:
             if not row.request.drafts:
-                row.request.target.follower = None  # no drafter reads these states
+                row.request.target.follower = None  # no drafter reads target states
 
     def _take(self, rows: list[BatchRequest]) -> None:
         self.rows = rows

@@ -122,7 +122,8 @@ class RankedDecisions(Verifier):
         """Return the leader's decision on the last `rows` rows of `logits`, [n, vocab].
 
         If `decide` fails, for example in a user's logits processor, the followers get
-        unusable rows, which end the round there too. Log-probabilities are not sent.
+        unusable rows, which end the followers' round too. Log-probabilities are not
+        sent.
         With `accepts`, the decision has a number of accepted tokens.
         """
         # Depends on the logits: their sums over the ranks have to be computed first.

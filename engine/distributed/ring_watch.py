@@ -7,9 +7,9 @@ closed the connection. A thread polls the connections, and after a loss ends thi
 process if a call of mlx does not return.
 
 The connections are this process's TCP connections at ports that MLX_HOSTFILE names.
-Nothing is read from them or written to them. Other backends than the ring have none, so
-nothing is watched. A suspended process keeps its connections, so the other ranks wait
-for it.
+Nothing is read from them or written to them. Without the ring backend there are no such
+connections, and nothing is watched. A suspended process keeps its connections, so the
+other ranks wait for it.
 """
 
 import json
@@ -105,7 +105,7 @@ class RingWatch:
             ended = bool(self.lost()) and self._end_if_stuck(time.monotonic())
 
     def _end_if_stuck(self, now: float) -> bool:
-        """Report a thread that is stuck in mlx; later end the process, return True."""
+        """Report a thread that is stuck in mlx. Later, end the process; return True."""
         if self._depth == 0 or self._known is None:
             return False
         ranks, since = self._known

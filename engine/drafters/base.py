@@ -114,10 +114,11 @@ def rectangle(drafts: SequenceOf[Proposal]) -> mx.array | None:
 class Drafter(Protocol):
     """Proposes tokens for one open stream at a time.
 
-    `begin` comes first. A round calls `propose`, then `settle` or `discard`, also when
-    nothing was proposed. A round without a draft calls nothing, so a drafter has to
-    learn from the sequence which tokens are new. A drafter that breaks this contract is
-    disabled for the rest of the stream, see `engine.drafters.fault_guard`.
+    `begin` comes first. A round that asks for a draft calls `propose`, then `settle` or
+    `discard`, even if `propose` has proposed nothing. Other rounds call no method, so a
+    drafter has to learn from the sequence which tokens are new. A drafter that breaks
+    this contract is disabled for the rest of the stream, see
+    `engine.drafters.fault_guard`.
     """
 
     def begin(self, sequence: Sequence) -> None:
@@ -184,7 +185,7 @@ class OpenDrafter(Drafter):
 
     @property
     def shared(self) -> "OpenDrafter":
-        """The drafter that requests of a batch may share: this one, or a cascade's."""
+        """The drafter that requests of a batch can share; of a cascade, a member."""
         return self
 
     @property

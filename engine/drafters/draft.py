@@ -136,7 +136,7 @@ class Draft(Protocol):
         """Refuse a target that the draft does not fit, before anything runs.
 
         Raises:
-            InvalidRequestError: the draft does not fit; the message names both values.
+            InvalidRequestError: the draft does not fit.
         """
         return
 
@@ -231,7 +231,7 @@ class HeadDraft(FolderDraft):
         """Refuse a head that cannot read ids up to `highest`, or drafts higher ids.
 
         Raises:
-            InvalidRequestError: the ids do not fit; the message names both numbers.
+            InvalidRequestError: the ids do not fit.
         """
         head: Any = {} if self.head is None else self.head
         if "embed_tokens" in head:

@@ -35,9 +35,9 @@ from mlx_speculation.models import (
     position_table,
 )
 
-# After a round the lane lacks one or two known tokens. If it lacks more than this many,
-# of a prompt or after rounds without a draft, all but the last are fed first, and kept
-# even if the round is rolled back.
+# After a round the lane lacks one or two known tokens. Before the first draft and after
+# rounds without a draft it can lack more. If it lacks more than this many, all but the
+# last are fed before the draft, and are kept even if the round is rolled back.
 LONGEST_LAG = 8
 # The proposal if the model's position table is full.
 PAUSED = replace(NOTHING, source="model")
@@ -168,7 +168,7 @@ class ModelRound:
             unseen = choose(logits)[:, None]
 
     def commit(self, accepted: SequenceOf[int], *, even: bool = False) -> None:
-        """Keep known and accepted tokens; the last drafted token was not fed.
+        """Keep known and accepted tokens; not the last drafted one, which was not fed.
 
         Args:
             accepted: how many drafted tokens of each request are accepted.

@@ -42,8 +42,8 @@ from mlx_speculation.errors import InvalidRequestError, TokenizerMismatchError
 from mlx_speculation.models import Lane, load, logit_width
 from mlx_speculation.samplers import Choice, Rows
 
-# With fewer common tokens, as a share of the smaller vocabulary, hardly any draft
-# would be accepted.
+# The least number of common tokens, as a share of the smaller vocabulary. With fewer,
+# hardly any draft would be accepted.
 LEAST_SHARE = 0.25
 
 
@@ -315,7 +315,7 @@ class ForeignModelDrafter(OpenDrafter):
         self._theirs = mx.array(list(pairs), mx.uint32)  # [n], of the target
         self._own_ids = mx.array(
             list(pairs.values()), mx.uint32
-        )  # [n], the same tokens
+        )  # [n], of the draft, for the same tokens
         self._table = mx.zeros(max(pairs) + 1, mx.uint32)
         self._table[self._theirs] = self._own_ids
         self._text = Sequence([])  # in tokens of the draft

@@ -4,7 +4,7 @@ At each position the head reads the target's hidden state and the next token. Wi
 t_n the newest known token, h_i the target's states and k = 3 drafted tokens:
 
     positions 0 .. m-1    pairs (h_i, t_i+1) in the head's KV cache
-    positions m .. n-1    pairs that were committed since; the last one gives d_1
+    positions m .. n-1    pairs that the cache lacks; the last one gives d_1
     positions n, n+1      pairs (g, d_1) and (g, d_2), with g the head's own state of
                           the position before; they give d_2 and d_3
 
@@ -239,7 +239,7 @@ class MtpDrafter(OpenDrafter):
         self._catch_up()
 
     def hand_over(self) -> HeadCache:
-        """Return the caches, with at most one state unread, to a shared head.
+        """Return the caches for a shared head; at most one state is left unread.
 
         The shared head copies these caches, and then calls `handed_over`.
         """

@@ -78,7 +78,7 @@ class DraftName:
     target: str | Path | None = None
     # The convention that an MTP head was trained with; None: it was not passed
     convention: MtpConvention | None = None
-    bits: int | None = None  # to quantize its weights to; None: they stay as they are
+    bits: int | None = None  # of the quantized weights; None: they stay as they are
     trust_remote_code: bool = False  # whether code in the draft's folder may run
     history: int | None = None  # the option of its lookup, see `LookupDraft`
 

@@ -9,7 +9,7 @@ compares the logits row by row:
     rows        k + 1: one after the last token before the draft, one after each of the
                 drafted tokens
 
-Rows after the wrong token count too, since both ways read the same tokens.
+Rows after the wrong token are compared too, since both ways read the same tokens.
 """
 
 from collections.abc import Iterator, Sequence

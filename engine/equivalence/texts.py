@@ -99,9 +99,9 @@ def deciding_row(
 ) -> mx.array:
     """Return the logits after the last of `tokens`, [1, vocab], in the model's dtype.
 
-    All tokens of the prompt but the last are fed as in prefill, the others in blocks:
-    the first has `first` tokens, each further one `width` tokens. The last block is
-    filled up, since its width affects the row's rounding.
+    All tokens of the prompt but the last are fed as in prefill, the others in blocks.
+    The first block has `first` tokens, each further block has `width` tokens. The last
+    block is filled up, since its width affects the row's rounding.
     """
     lane = make_lane(model)
     head, rest = list(tokens[: prompt - 1]), list(tokens[prompt - 1 :])

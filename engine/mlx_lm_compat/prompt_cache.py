@@ -53,7 +53,7 @@ class Caches:
             )
         layers = len(make_prompt_cache(model))
         if len(drafts) == 1 and len(passed) > layers:
-            check_supported(passed)  # no cache may be in the list twice
+            check_supported(passed)  # refuses a cache that is in the list twice
             return cls(passed[:layers], passed[layers:], passed)
         return cls(passed, None, passed)
 

@@ -1,8 +1,8 @@
-"""The caches of a prompt that was read earlier, from a file.
+"""Loading of a file with the caches of a prompt.
 
-`mlx_lm.cache_prompt` or `save_caches` has written the file. Each cache stays of the
-kind in the file, for example quantized. The arrays are cast to the dtype of the loaded
-model (float32 on a Linux CPU).
+`mlx_lm.cache_prompt` or `save_caches` has written the file. Each cache keeps the kind
+that it has in the file, for example quantized. The arrays are cast to the dtype of the
+loaded model (float32 on a Linux CPU).
 """
 
 from pathlib import Path

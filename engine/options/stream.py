@@ -29,8 +29,8 @@ class StreamOptions:
         cached_tokens: the token ids that `prompt_cache` holds. None: the position is
             the caches' offset, or 0 if no cache has one (models of recurrent layers
             only); penalties and drafters then do not see these tokens.
-        draft_cache: caches of the draft model that hold all or the first
-            `cached_tokens`.
+        draft_cache: caches of the draft model that hold all `cached_tokens`, or the
+            first of them.
         logprobs: report the log-probability of each token and of this many most
             probable tokens; 0: of the token only; None: no report.
         constraint: a constraint on the generated text, like `json_schema(...)`. A text

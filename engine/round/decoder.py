@@ -37,9 +37,9 @@ class Decoder(ABC):
     ) -> list[Read]:
         """Run and commit a round; return the outcome of each request, or its error.
 
-        A request may still emit `budgets[place]` tokens, at least 1. Its outcome goes
-        through `cuts[place]` before the commit. With `drain`, no step of the next round
-        is submitted.
+        `budgets[place]`, at least 1, is the number of tokens that a request may still
+        emit. Its outcome goes through `cuts[place]` before the commit. With `drain`, no
+        step of the next round is submitted.
 
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
@@ -49,7 +49,7 @@ class Decoder(ABC):
         rounds, running, forced = self.rounds, self.rounds.running, {}
         before, self.room = rounds.begin(), []
         self.ahead = int(before.in_flight is not None)
-        for budget in budgets:  # less the bonus, and the token of a step in flight
+        for budget in budgets:  # without the bonus and the token of a step in flight
             self.room.append(budget - 1 - self.ahead)
         try:
             # 1. The policy picks k, within the budget and the room of the caches.
@@ -97,7 +97,7 @@ class StreamDecoder(Decoder):
     Attributes:
         fits: returns whether the drafter may read n prompt tokens now; None: always.
         decisions: with `explain`, the plan and the feedback of each round.
-        followed: the last plan that compared sources of drafts; None: none has yet.
+        followed: the last plan that compared sources of drafts; None: no plan has.
     """
 
     def __init__(self, request: Request) -> None:
@@ -108,8 +108,8 @@ class StreamDecoder(Decoder):
         self.followed: Plan | None = None
         self._plan: Plan | None = None  # the next round's plan, if already made
         self._next_plan: Plan | None = None  # of the round after that
-        self._follows: Plan | None = None  # of this round
-        self._context = self._length = 0  # of this round
+        self._follows: Plan | None = None  # the plan that this round follows
+        self._context = self._length = 0  # cached tokens and draft length of this round
 
     @property
     def planned(self) -> bool:

@@ -1,6 +1,6 @@
 """Drafts without a drafter: tokens that a constraint forces, allowing no others.
 
-    schema  {"name": string}, committed nothing
+    schema  {"name": string}, no token committed yet
     masks   {" alone, then name alone, then ":" alone, then many ids
     draft   {" name ":"
 

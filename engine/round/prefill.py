@@ -1,4 +1,4 @@
-"""Prefill: the target and, before its first draft, the drafter read the prompt."""
+"""Prefill: the target reads the prompt, and the drafter before its first draft."""
 
 import time
 from collections.abc import Callable

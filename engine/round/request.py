@@ -70,8 +70,8 @@ class Running:
 
     Attributes:
         lane: the lane, whose rows are in the order of `requests`.
-        alone: whether this is the only request of a stream; its errors are raised. In a
-            batch, a request that fails keeps nothing of the round; the others go on.
+        alone: whether the only request is that of a stream, whose errors are raised. In
+            a batch, a request that fails keeps nothing of the round; the others go on.
         sequential: the places of requests whose rows are decided one by one, see
             `engine.round.sequential`.
         interrupt: a `BaseException`, to be raised after the round; None: there is none.

@@ -10,7 +10,7 @@ that step:
     choices   c_1  c_2  c_3  c_4        accepted = 2: c_1 = d_1, c_2 = d_2, c_3 != d_3
     emitted   c_1  c_2  c_3             the lane keeps t_n d_1 d_2
 
-    with a step in flight, which was fed t_n and chose c_1: its guess d_1 is left out
+    with a step in flight, fed t_n, which chose c_1: d_1, the guess of c_1, is left out
     fed       c_1  d_2  d_3
     choices   c_2  c_3  c_4             accepted = 1: c_2 = d_2, c_3 != d_3
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
@@ -78,7 +78,8 @@ class Proposals:
             if limit <= 0 or drafter is None:
                 continue
             masks, tree = request.masks, 0 if ahead else request.tree
-            if not running.alone:  # `verify` reads all drafts at once; no trees
+            if not running.alone:
+                # In a batch, `verify` masks all drafts after one read. None is a tree.
                 masks, tree = None, 0
             choices = CheckedChoose(request.verifier, masks, tree)
             self._pending[place] = drafter

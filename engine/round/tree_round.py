@@ -80,7 +80,7 @@ def submit_tree(
     if exact:
         clock.submit("verify", logits)
     known = request.sequence
-    chain = mx.zeros(levels, mx.uint32)  # only their number matters
+    chain = mx.zeros(levels, mx.uint32)  # only the number of tokens matters
     result = verify_tree(
         request.verifier,
         logits,

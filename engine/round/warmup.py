@@ -50,7 +50,7 @@ class Warmup:
         self._target, self._longest = target, longest
         self._statistics, self._met = statistics, met
         self._sizes = sorted({row_size(n + 1) for n in range(longest + 1)})
-        self._by_keys: bool | None = None  # before the first round
+        self._by_keys: bool | None = None  # None: before the first round
         self.read_prompt: Callable[[], bool] | None = None
 
     def limit(self, context: int, limit: int) -> int:

@@ -153,9 +153,10 @@ class SharedDrafter(ABC):
 
     @contextmanager
     def _disabling(self, call: str, requests: Sequence[Drafted]) -> Iterator[None]:
-        """Disable the drafter for these requests if the context raises; undo its round.
+        """Disable the drafter for these requests if the context raises.
 
-        The texts go on, see `engine.drafters.fault_guard`.
+        The drafter's round is then undone. The texts go on, see
+        `engine.drafters.fault_guard`.
 
         Raises:
             BaseException: an error that is no fault of a drafter, such as MemoryError.
@@ -252,7 +253,7 @@ class SharedChain:
         return result
 
     def disable_unusable(self) -> None:
-        """Disable the drafter for requests with unusable logits; read `unusable`."""
+        """Read `unusable`; disable the drafter for requests with unusable logits."""
         unusable: Any = self.unusable.tolist()
         for request, failed in zip(self._requests, unusable, strict=True):
             if failed:

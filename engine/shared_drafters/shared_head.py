@@ -91,7 +91,8 @@ class SharedHead(SharedDrafter):
     def _most(self, limits: list[int]) -> list[int]:
         """Return the limits; 0 for requests without the state before the newest token.
 
-        The state is missing if its token came from a cache, or if there is no token.
+        The state is missing if its token came from a cache, or if the newest token is
+        the only token.
         """
         pairs = zip(limits, self._counts(), strict=True)
         return [limit if count > 0 else 0 for limit, count in pairs]

@@ -162,7 +162,8 @@ class SharedModel(SharedDrafter):
         for request in requests:
             lane, tokens = self._lanes[request], request.sequence.tokens
             if lane.seen > len(tokens) - LAG:
-                continue  # holds one token too many, from a prefix cache, until a round
+                # It has one token too many, from a prefix cache, until the next round.
+                continue
             room = room or PrefillBudget(lane.prefill_step)
             if not lane.feed(tokens[lane.seen : -LAG], fits=room.fits):
                 break
@@ -192,7 +193,7 @@ class SharedModel(SharedDrafter):
     def _counts(self, missed: int) -> list[int]:
         """Return the sizes of the forwards that feed `missed` tokens.
 
-        A lane that pads its rows uses powers of two, as each new shape is expensive.
+        A lane that pads its rows uses powers of two, because each new shape costs time.
         """
         if self.lane.size is None:
             return [missed] if missed else []

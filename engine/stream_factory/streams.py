@@ -41,7 +41,7 @@ from mlx_speculation.models import (
 )
 from mlx_speculation.samplers import Sampling
 
-# Options that all ranks compare unchanged; `_fields` adds further ones.
+# Options whose values all ranks compare as they are; `_fields` adds other values.
 _ON_ALL_RANKS = (
     "max_tokens",
     "max_draft",
