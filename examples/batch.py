@@ -1,4 +1,4 @@
-"""Several requests at once: rows come and go between rounds, each with its options.
+"""Several requests at once: rows come and go between rounds. Each has its own options.
 
 Each text equals that of its prompt alone. `generate_batch` takes a list of prompts.
 """

@@ -6,7 +6,7 @@ Change the import, and pass `draft_model`: a model, a path, "mtp", "lookup" or "
 from mlx_speculation import demo_models, load, make_sampler, stream_generate
 
 # isort: split
-import mlx.core as mx  # last: this order brings a fast BLAS on a Linux CPU
+import mlx.core as mx  # after mlx_speculation, which chooses a fast BLAS
 
 bundled = demo_models()
 model, tokenizer = load(bundled["dense"])

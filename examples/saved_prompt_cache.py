@@ -11,7 +11,8 @@ from mlx_speculation.caches import load_caches, save_caches
 from mlx_speculation.demo import demo_prompts
 
 # isort: split
-from mlx_lm.models.cache import make_prompt_cache  # last: brings a fast BLAS
+# After mlx_speculation, which chooses a fast BLAS on a Linux CPU:
+from mlx_lm.models.cache import make_prompt_cache
 
 bundled = demo_models()
 generator = SpeculativeGenerator.from_pretrained(

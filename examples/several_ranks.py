@@ -8,7 +8,7 @@ Without mlx.launch there is one rank, which has the whole target.
 from mlx_speculation import RankLostError, SpeculativeGenerator, demo_models
 
 # isort: split
-import mlx.core as mx  # last: this order brings a fast BLAS on a Linux CPU
+import mlx.core as mx  # after mlx_speculation, which chooses a fast BLAS
 
 group = mx.distributed.init()
 models = demo_models()

@@ -8,7 +8,8 @@ turn with `tokenizer.apply_chat_template`.
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 
 # isort: split
-from mlx_lm.models.cache import make_prompt_cache  # last: brings a fast BLAS
+# After mlx_speculation, which chooses a fast BLAS on a Linux CPU:
+from mlx_lm.models.cache import make_prompt_cache
 
 TURNS = ("# Read a file, line by line.\n", "# Count the words in it.\n")
 

@@ -83,7 +83,7 @@ def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
 
 
 def compare(arms: Mapping[str, Sessions], *, history: bool = True) -> dict[str, object]:
-    """Return the figures of our lookup on all sets, and of others on the first."""
+    """Return figures of our lookup on all sets, of other lookups on the first set."""
     result: dict[str, object] = {}
     for name, sessions in arms.items():
         result[name] = ours(sessions, HISTORY)

@@ -87,7 +87,7 @@ def measure(
 
 
 def slack(model: Any, prompt: list[int]) -> int:
-    """Return the bytes that sliding caches have more than mlx-lm's rotating caches."""
+    """Return how many more bytes sliding caches have than mlx-lm's rotating caches."""
     import mlx.core as mx
     from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 

@@ -15,7 +15,7 @@ class NoRepeats:
 
     Args:
         vocabulary: the number of token ids.
-        window: how many tokens may not come again.
+        window: how many of the last tokens are forbidden.
     """
 
     def __init__(self, vocabulary: int, window: int) -> None:
@@ -26,7 +26,7 @@ class NoRepeats:
 
 
 class NoRepeatsState:
-    """A place in one text: the tokens that may not come next."""
+    """A place in one text: the tokens that are forbidden next."""
 
     may_end = True
 

@@ -19,7 +19,7 @@ from mlx_speculation.engine.drafters.base import OpenDrafter
 from mlx_speculation.models import Lane
 
 # isort: split
-import mlx.core as mx  # last: this order brings a fast BLAS on a Linux CPU
+import mlx.core as mx  # after mlx_speculation, which chooses a fast BLAS
 
 
 class Pairs:
@@ -69,7 +69,7 @@ print(result.stats.drafter_faults[0].reason)
 
 
 class OpenPairs(Pairs, OpenDrafter):
-    """The drafter of one request, which knows what earlier ones have left."""
+    """The drafter of one request; it also knows the pairs of earlier requests."""
 
     def __init__(self, known: dict[int, int]) -> None:
         self.known = known

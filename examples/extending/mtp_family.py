@@ -1,4 +1,4 @@
-"""An MTP family of your own: how files name the tensors of a head, and what it needs.
+"""An MTP family of your own: how files name a head's tensors, and what the head needs.
 
 mlx-lm has no heads for Qwen3, so this invents one, in the naming of DeepSeek.
 """
@@ -43,7 +43,7 @@ families.FAMILIES += (family,)
 
 
 def save_random_head(folder: Path, args: Any) -> None:
-    """Write a head in that layout beside the target's weights."""
+    """Write a head in the family's layout beside the target's weights."""
     layer: Any = MtpLayer(args.hidden_size, args.rms_norm_eps, block(args, {}, 0))
     names = {"proj": "eh_proj", "norm_e": "enorm", "norm_h": "hnorm", "final": "norm"}
     flat: Any = tree_flatten(layer.parameters())

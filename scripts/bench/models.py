@@ -124,7 +124,7 @@ class Bench:
         if name in ("model", "compiled", "wrong"):
             model = load(self.draft_folder)[0]
             return always_wrong(model) if name == "wrong" else model
-        if name == "lookup":  # else one arm would know the answers of another
+        if name == "lookup":  # without a history of the answers of other arms
             return LookupDraft(history=0)
         name, _, bits = name.partition("@")
         result = self.draft_folder if name == "model" else folder_of(name)

@@ -2,7 +2,7 @@
 
 A question file has one JSON object a line: `question_id`, `category`, `turns` (the
 messages of a user) and perhaps `group`. Without `group` the category is the group; the
-eight categories of MT-Bench are one, as in Spec-Bench's own tables.
+eight categories of MT-Bench are one group, as in Spec-Bench's own tables.
 """
 
 import json

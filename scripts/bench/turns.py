@@ -48,8 +48,8 @@ def in_turns(
 ) -> dict[Name, list[T]]:
     """Run each arm in each turn; return the results of each arm by turn.
 
-    Arms are called with the number of the turn. The first `warm_up` turns get 0, and do
-    not count.
+    Arms are called with the number of the turn. The first `warm_up` turns get 0, and
+    their results are dropped.
     """
     result: dict[Name, list[T]] = {name: [] for name in acts}
     for number in range(-warm_up, repeats):

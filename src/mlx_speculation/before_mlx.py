@@ -29,7 +29,7 @@ class _FirstUse:
         path: "Sequence[str] | None" = None,
         target: "ModuleType | None" = None,
     ) -> "ModuleSpec | None":
-        """Choose the BLAS as mlx is imported; warn once if mlx is already loaded.
+        """Choose the BLAS when mlx is imported; warn once if mlx is already loaded.
 
         The finder stays in `sys.meta_path`: Python iterates over that list here, and
         would skip the next finder if this one were removed.
@@ -44,7 +44,7 @@ class _FirstUse:
             automatic.choose_blas()  # if it raises, the next import of mlx tries again
             self.done = True
         else:
-            self.done = True  # first: the warning may be raised as an error
+            self.done = True  # before the warning, which can be raised as an error
             automatic.say_that_mlx_came_first()
         return None
 

@@ -62,7 +62,10 @@ class UnsupportedModelError(SpeculationError, TypeError):
 
 
 class SpeculationClosedError(SpeculationError, RuntimeError):
-    """Raised when a `Speculation` is used after its commit, roll back or block."""
+    """Raised when a `Speculation` is used after its end.
+
+    It ends with a commit, a roll-back, or the end of its `with` block.
+    """
 
 
 class ModelFolderError(SpeculationError, ValueError):
@@ -135,7 +138,7 @@ class BlasNotice(UserWarning):
 
 
 class CostFileWarning(UserWarning):
-    """Warns that a file of measured costs cannot be used; they are measured again."""
+    """Warns that a file of costs cannot be used: the costs are measured again."""
 
 
 class DrafterFaultWarning(RuntimeWarning):

@@ -135,7 +135,7 @@ def finalize(
 
 
 def close_at_exit(stack: ExitStack) -> None:
-    """Close a stack at exit, before Python empties its modules, if it is still open.
+    """Close a stack that is still open at exit, before Python empties the modules.
 
     Python would end the stack's generators too late, when their globals are None. The
     stack of a thread that still runs stays open.
@@ -196,7 +196,7 @@ def _in_main_thread() -> bool:
 
 def _restore() -> None:
     """Restore the handlers; raise what a handler raises meanwhile."""
-    _open.clear()  # first: from here on `_receive` calls the handlers at once
+    _open.clear()  # from here on `_receive` calls the handlers at once
     for number, handler in _handlers.items():
         if _get(number) is _receive:  # else other code has set a handler since
             _set(number, handler)

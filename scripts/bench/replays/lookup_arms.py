@@ -157,7 +157,7 @@ def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -
 class PromptLookup(Arm):
     """Proposes the tokens after an earlier occurrence of the n-gram that ends the text.
 
-    Longer n-grams are tried first. With `latest` the latest occurrence counts, as in
+    Longer n-grams are tried first. With `latest` the latest occurrence is taken, as in
     vLLM, else the first, as in transformers.
     """
 

@@ -311,7 +311,7 @@ def replay_batch(
 ) -> None:
     """Generate texts as one batch: all requests get forwards of the same width.
 
-    A plain step of the remaining requests costs their share of one of the whole batch.
+    A plain step of the remaining requests costs their share of the whole batch's step.
     """
     credit = known.credit
     lengths = BatchDraftLength(lambda _: known.each, credit, credit, LONGEST)

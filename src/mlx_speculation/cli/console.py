@@ -109,7 +109,7 @@ class Screen:
 
 @contextmanager
 def deferred_warnings() -> Iterator[None]:
-    """Defer warnings that are issued inside the block to its end."""
+    """Show warnings that are issued inside the block at the end of the block."""
     show, deferred = warnings.showwarning, []
 
     def defer(*values: Any, **options: Any) -> None:

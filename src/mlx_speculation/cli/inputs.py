@@ -69,7 +69,7 @@ def read_prompts(option: str, path: Path) -> list[str]:
     """Return the prompts of a file of JSON lines, such as those of Spec-Bench.
 
     A line is a string, or an object with a "prompt" or a list of "turns", of which the
-    first counts.
+    first is taken.
     """
     check_input(option, path)
     lines = decoded(f"{option} {str(path)!r}", path.read_bytes()).splitlines()
@@ -106,7 +106,10 @@ def check_input(option: str, path: Path) -> None:
 
 
 def checked_images(paths: Sequence[Path], prefix: str) -> list[Path]:
-    """Return the files of a prompt's images; refuse unreadable ones, and a prefix."""
+    """Return the files of a prompt's images.
+
+    Unreadable files are refused, and so is a prefix together with images.
+    """
     for path in paths:
         check_input("--image", path)
     if paths and prefix:

@@ -109,9 +109,9 @@ def measure(
 ) -> int:
     """Run passes until done or Ctrl-C; fill the arms; return the number of full passes.
 
-    The generators share the target. For each prompt all arms generate as many tokens as
-    plain decoding does, at most `tokens`, and ignore stop tokens. `report` is called
-    with the number of runs done, and the total.
+    The generators share the target. All arms ignore stop tokens, and generate as many
+    tokens for a prompt as plain decoding does until it ends, at most `tokens`. `report`
+    is called with the number of runs done, and the total.
     """
     done, sizes = 0, dict[int, int]()
     try:

@@ -206,7 +206,7 @@ class SamplingOptions:
         self._options()
 
     def sampling(self, tokenizer: Any) -> "Sampling":
-        """Return the values as a `Sampling`; XTC never drops newlines and ends."""
+        """Return the values as a `Sampling`; XTC never drops newlines or end tokens."""
         if not self.xtc_probability:
             return self._options()
         line = tokenizer.encode("\n", add_special_tokens=False)

@@ -75,7 +75,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
 
 
 def _accepted(arms: Sequence[Arm]) -> Sequence[float]:
-    """Return acceptance by position of the longest drafts; fixed lengths win ties."""
+    """Return acceptance by position in the longest drafts; prefer a fixed length."""
     counted = [
         (len(arm.totals.reached), arm.length is not None, arm.totals)
         for arm in arms

@@ -42,7 +42,7 @@ LEAST_GAIN = 1.02  # a draft with a smaller speed-up is not recommended
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
-    """Options of a measurement: drafts and lengths to compare, prompts, its size."""
+    """Options of a measurement: lengths to compare, prompts, tokens, passes, plot."""
 
     compare_length: list[int] | None = option(
         None,
@@ -93,8 +93,9 @@ def benchmark(
 ) -> None:
     """Measure what drafts gain over plain decoding, for models of your own.
 
-    Plain is the faster of mlx-lm's loop and ours. All arms run by turns, and every text
-    is compared with plain decoding's: the status is 1 where one really differs.
+    "Plain" is the faster one of mlx-lm's loop and ours. Plain decoding and all drafts
+    run by turns. Every text is compared with that of plain decoding; the status is 1 if
+    a text really differs.
     """
     screen = Screen(json=json)
     pairs = drafts.pairs()
@@ -132,7 +133,7 @@ def benchmark(
         notices=[notice for each in generators for notice in each.notices],
         **here,
     )
-    if run.plot is not None:  # last: if writing fails, the figures are printed
+    if run.plot is not None:  # if this fails, the figures are already printed
         from mlx_speculation.cli.plots import draw
 
         with writing("--plot", run.plot) as file:
@@ -149,8 +150,8 @@ def _generators(
 ) -> "dict[str, SpeculativeGenerator]":
     """Return a generator for each draft; calibrate them if a length is adaptive.
 
-    Of lookups with the same length only the first is measured, since "auto" is a lookup
-    where the target's folder offers no other draft.
+    Two drafts can be the same lookup: "auto" is a lookup if the target's folder offers
+    no other draft. Only the first of two lookups with the same length is measured.
     """
     first = open_pair(pairs[0], screen)
     generators = {str(pairs[0].draft): first}
@@ -221,7 +222,7 @@ def _lengths(given: int | None, others: Sequence[int]) -> list[int | None]:
 def _prompts(
     tokenizer: Any, template: TemplateOptions, given: Sequence[str], *, chat: bool
 ) -> list[list[int]]:
-    """Return the ids of the given, else the bundled prompts; `chat`: as messages."""
+    """Return the ids of the given prompts, else of bundled ones; `chat`: messages."""
     bundled = chat_prompts() if chat else reversed(one_prompt_per_group())
     texts = given or [each.text for each in bundled]
     if chat:

@@ -39,7 +39,7 @@ def calibrate(
     ),
     json: Json = False,
 ) -> None:
-    """Measure what rounds cost here by draft length, and keep it for later runs."""
+    """Measure the costs of rounds by draft length; keep them for later runs."""
     screen = Screen(json=json)
     here = begin(target.blas, screen)
     generator = open_pair(PairOptions(**asdict(target), draft=draft), screen)

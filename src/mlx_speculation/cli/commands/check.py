@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine.equivalence.rows import Place
     from mlx_speculation.engine.equivalence.verdict import RowVerdict
 
-USUAL_LENGTH = 4  # not adaptive: that could be 0, and then no draft would be compared
+USUAL_LENGTH = 4  # an adaptive length could be 0, and no draft would be compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,11 @@ def check(
 
     Drafts of the model's own text, with a wrong token in each, are verified at once and
     token by token. Unless --draft is none, texts with and without it are compared too.
-    The last line is the result; the status is 1 where they really differ.
+    The last line is the result; the status is 1 if choices or texts really differ.
 
-    With --exact, exact mode alone is checked: whether the bits of a token depend on its
-    place in a forward of so many tokens, and what such a forward takes. The verdict is
-    kept: where bits differ, exact is refused from then on.
+    With --exact N, only exact mode is checked: whether the bits of a token depend on
+    its place in a forward of N tokens, and how long such a forward takes. The verdict
+    is kept. If bits differ, exact mode is refused from then on.
     """
     screen = Screen(json=json)
     if pair.exact:

@@ -145,7 +145,7 @@ def _bundled() -> Iterator[_Target]:
 
 
 def _published(folder: Path) -> Iterator[_Target]:
-    """Yield a chat model with the bundled head and a lookup, or else "auto"."""
+    """Yield a chat model; its draft is the bundled head with a lookup, else "auto"."""
     from mlx_speculation import CascadeDraft, load
 
     head = smollm2_head()
@@ -283,7 +283,7 @@ def _busy(comparisons: Sequence[_Comparison]) -> str:
 
 
 def _sameness(row: _Comparison) -> str:
-    """Return "yes", or the index of a difference; near-ties count last."""
+    """Return "yes", or the index of a difference: a near-tie if there is no other."""
     partings = [turn.parting for turn in row.turns if turn.parting is not None]
     if not partings:
         return "yes"

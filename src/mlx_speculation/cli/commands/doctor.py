@@ -49,7 +49,7 @@ VARIABLES = (
 
 
 def doctor(json: Json = False) -> None:
-    """Say what is installed here, what is wrong, and what would make it faster."""
+    """Say what is installed here, what is wrong with it, and what makes it slow."""
     screen = Screen(json=json)
     begin(wanted_blas(), screen)
     facts, device = find_facts()

@@ -155,7 +155,7 @@ def generate(
         notices=generator.notices,
         **here,
     )
-    if output.html is not None:  # last: if writing fails, the text is printed
+    if output.html is not None:  # if this fails, the text is already printed
         title = _title(pair)
         page = page_of(result, chunks, generator.tokenizer, title, ended, text)
         output.write_page(page, screen)

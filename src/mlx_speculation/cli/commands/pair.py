@@ -48,7 +48,7 @@ def pair(
 ) -> None:
     """Show which drafts a target's folder offers, and which one 'auto' takes.
 
-    The target is loaded, and a head in its folder tried, as `--draft auto` does.
+    The target is loaded, and a head in its folder is tried, as with `--draft auto`.
     """
     screen = Screen(json=json)
     here = begin(target.blas, screen)

@@ -23,7 +23,7 @@ from mlx_speculation.option_fields import option
 
 Measured = dict[str, Any]
 
-# Fields of the commands' JSON that are published. None has a path, an environment
+# Fields of the commands' JSON that are published. No field has a path, an environment
 # variable or a text.
 SHARED: Mapping[str, Sequence[str]] = {
     "doctor": ("cpu", "device", "advice"),
@@ -114,7 +114,7 @@ def _check_folder(folder: Path, files: Sequence[Path]) -> None:
 def _run(
     stages: Mapping[str, Sequence[str]], screen: Screen
 ) -> tuple[dict[str, Measured], str | None]:
-    """Run the commands; return their published fields, and the interrupted one."""
+    """Run the commands; return published fields, and the interrupted command's name."""
     measured: dict[str, Measured] = {}
     for number, (name, words) in enumerate(stages.items(), 1):
         title = f"{number} of {len(stages)}: {name}"
@@ -145,7 +145,7 @@ def _stage(name: str, words: Sequence[str], progress: Report) -> Measured:
     if name == "benchmark":
         shared["drafts"] = [short_name(each) for each in shared["drafts"]]
     for place in (shared.get("rows"), *shared.get("arms", ())):
-        if isinstance(place, dict):  # both hold tokens of texts
+        if isinstance(place, dict):  # the two fields hold tokens of texts
             place.pop("first", None)
             place.pop("partings", None)
     result: Measured = json.loads(_without_paths(json.dumps(shared)))

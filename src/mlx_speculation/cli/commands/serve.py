@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from mlx_speculation.server import Server
 
 KEY = "MLX_SPECULATION_API_KEY"
-# The largest context in `agent_lines`; a model's config may set no limit.
+# The largest context that `agent_lines` gets, since some configs set no limit.
 MOST_CONTEXT = 1 << 20
-AGENT_TOKENS = 10_000  # the shortest first prompt of a coding agent, about
+AGENT_TOKENS = 10_000  # about the tokens of a coding agent's shortest first prompt
 LOOK_SECONDS = 0.5
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
