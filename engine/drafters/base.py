@@ -49,7 +49,7 @@ class Proposal:
         tokens: uint32 [k].
         probs: float32 [k, ids], the probabilities that `choose` returned with each
             token; None: `choose` returned none, or was not called.
-        source: the kind of drafter, by which the statistics count.
+        source: the kind of drafter; the statistics count by kind.
         reads: how often the host waited for the device while drafting.
         branches: the edges of a tree, in which the likeliest path should come first;
             allowed if `choose.tree` is not 0. None: a chain.

@@ -107,7 +107,7 @@ class StreamDecoder(Decoder):
         self.fits: Callable[[int], bool] | None = None
         self.followed: Plan | None = None
         self._plan: Plan | None = None  # the next round's plan, if already made
-        self._next_plan: Plan | None = None  # of the round after that
+        self._next_plan: Plan | None = None  # the plan of the round after that
         self._follows: Plan | None = None  # the plan that this round follows
         self._context = self._length = 0  # cached tokens and draft length of this round
 

@@ -27,7 +27,7 @@ def forced_drafts(
     rank 0 sends the other ranks only the proposals of its drafter.
 
     If a step is in flight, the function waits for its token, with which each draft then
-    begins. `limits` do not count this token.
+    begins. `limits` do not include this token.
 
     Raises:
         ConstraintError: the only request's constraint allows no token and no end.

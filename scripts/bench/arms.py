@@ -1,7 +1,7 @@
 """Ways to decode one prompt, token by token.
 
 An arm begins a job and returns a run, which is timed slice by slice. The first slice is
-the prefill and the first token. The speed counts the tokens of all later rounds.
+the prefill and the first token. The speed includes only tokens of later rounds.
 """
 
 import time

@@ -93,7 +93,7 @@ def head_step_of(mtp: Mtp, model: nn.Module, context: int) -> Step:
 
 
 def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
-    """Return the mean seconds of `count` forwards, each submitted one ahead."""
+    """Return the mean seconds of `count` forwards, of which one is always in flight."""
     tokens = mx.full((1, width), 5, mx.uint32)
     mx.synchronize()
     started = 0.0

@@ -156,7 +156,7 @@ def _raise_later(error: BaseException) -> None:
 
     A temporary handler of SIGINT raises the error, and a SIGINT is sent to that thread.
     The signal also ends a blocking call. If other code has replaced the handler
-    meanwhile, that handler gets the signal.
+    meanwhile, the new handler gets the signal.
     """
     before = _get(signal.SIGINT)
     if before is None:  # not set from Python, so it could not be restored
