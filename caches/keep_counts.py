@@ -65,9 +65,10 @@ def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
 def check_written(
     keep: int | tuple[int, ...], each: Sequence[int | None], *, whole: bool
 ) -> int | None:
-    """Check `keep` against what each layer wrote; return the number of positions.
+    """Check `keep`; return how many positions were written, or None if unknown.
 
-    None in `each`: unknown. With `whole`, only all or nothing may be kept.
+    `each` has the number that each layer wrote; None: unknown. With `whole`, a `keep`
+    other than all or nothing is refused.
     """
     written = max((count for count in each if count is not None), default=None)
     _check_range(keep, written)

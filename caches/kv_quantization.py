@@ -51,7 +51,7 @@ class KVQuantization:
     def unable(caches: Sequence[Any]) -> Any | None:
         """Return the first sliding-window cache, which mlx-lm cannot quantize, or None.
 
-        Members of a `CacheList` do not count: mlx-lm never quantizes them.
+        Members of a `CacheList` are ignored: mlx-lm never quantizes them.
         """
         windows = (RotatingKVCache, SlidingKVCache)
         return next((cache for cache in caches if isinstance(cache, windows)), None)

@@ -111,7 +111,7 @@ def open_journals(
     steps: KeySteps | None = None,
 ) -> list[Journal]:
     """Return a journal for each of the leaves that `check_supported` returned."""
-    if not isolated and steps is None:  # a plain step, where each Python call is slow
+    if not isolated and steps is None:  # a plain step, which each Python call slows
         return [JOURNALS[type(leaf)](leaf, whole) for leaf in result]
     return [_opened(leaf, whole, isolated, steps) for leaf in result]
 

@@ -4,9 +4,9 @@
         logits = model(tokens, cache=speculation.caches)   # say, 5 rows
         speculation.commit(3)                              # the first 3 stay
 
-Leaving the block without a commit rolls back. All layers of a model keep the same
-positions, since they share masks and positions. For batch caches, `commit([3, 0, 5])`
-keeps 3, 0 and 5 positions of rows 0, 1 and 2.
+Leaving the block without a commit rolls back. All layers of a model share masks and
+offsets, so they keep the same number of positions. For batch caches,
+`commit([3, 0, 5])` keeps 3, 0 and 5 positions of rows 0, 1 and 2.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class Speculation:
             `key_steps`.
 
     Attributes:
-        open: whether the speculation is neither committed nor rolled back.
+        open: True until the speculation is committed or rolled back.
         reran: whether the commit ran the model again.
 
     Raises:
@@ -266,7 +266,7 @@ class Speculation:
     def rollback(self) -> None:
         """Restore every cache as it was at the start, and close. Never raises.
 
-        Before any other write, this also undoes a commit that did not call `rerun`.
+        Called before any other write, it also undoes a commit that called no `rerun`.
         """
         for journal in self._leaves:
             journal.rollback()

@@ -1,8 +1,8 @@
 """Checks of the fields of one cache against each other.
 
-Each function gets a cache whose numbers are not negative. It returns the number of rows
-in use, to which keys and values can be cut, or None if the fields break one of these
-conditions:
+Each public function gets a cache whose numbers are not negative. It returns None if the
+fields break one of the conditions below. Else it returns the number of rows in use, so
+that the caller can cut off the others, or 0 for arrays and DeepSeek V4.1 layers.
 
 | kind | conditions, with R rows in keys and values |
 |---|---|
@@ -13,7 +13,7 @@ conditions:
 | | ordered, rows evicted: _idx = R < offset, max_size <= R |
 | | wrapped: keep < _idx < R = max_size < offset |
 | batch of KV | offset = _idx - left_padding in every row, _idx <= R |
-| batch of rings | as a ring, with _offset for offset; rotated only when full |
+| batch of rings | as a ring, with _offset in place of offset; rotated only if full |
 | | left_padding + offset >= _idx (max_size if rotated) in every row |
 | arrays | one batch size in all slots, lengths and left_padding |
 | DeepSeek V4.1 layer | window rows = min(offset, window_size); groups fit offset |
@@ -31,7 +31,7 @@ MISFIT = -1  # instead of a number of rows
 
 
 def _is_float(array: Any, ndim: int) -> bool:
-    """Return whether `array` is floats in `ndim` axes; only the last 2 may be empty."""
+    """Return whether `array` is floats in `ndim` axes; only the last 2 can be empty."""
     fits = isinstance(array, mx.array) and array.ndim == ndim
     return fits and array.dtype in FLOATS and 0 not in array.shape[: ndim - 2]
 
@@ -58,7 +58,7 @@ def kv(cache: Any) -> int | None:
 
 
 def concatenate(cache: Any) -> int | None:
-    """Check a `ConcatenateKVCache`; one that was trimmed has too many rows."""
+    """Check a `ConcatenateKVCache`. A trimmed one has too many rows, and is unfit."""
     return cache.offset if cache.offset == _rows(cache) else None
 
 

@@ -22,9 +22,9 @@ def check_like(
 ) -> None:
     """Raise `FlawError` if caches of a file do not fit the live caches.
 
-    If `saved` is None, the file has no caches. If `like` is None, nothing is checked.
-    With `cast`, floating point arrays of the file are converted to the dtypes of
-    `like`.
+    `whose` names the owner of the caches, "target" or "drafter". If `saved` is None,
+    the file has none of that owner. If `like` is None, nothing is checked. With `cast`,
+    floating point arrays of the file are converted to the dtypes of `like`.
     """
     if like is None:
         return
@@ -38,7 +38,7 @@ def check_like(
 
 
 def _pairs(saved: Sequence[Any], caches: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield every leaf of the file with the live cache at the same place."""
+    """Yield every leaf (not a `CacheList`) of the file with its live cache."""
     need(
         len(saved) == len(caches),
         f"it holds {len(saved)} caches in a list, but the live list has {len(caches)}",

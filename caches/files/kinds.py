@@ -1,7 +1,7 @@
 """The kinds of caches that a file can hold, with their fields and checks.
 
 A class name in a file is looked up only in the table `KINDS`. Subclasses are refused,
-since they may have more fields than their parents. A `SlidingKVCache` is saved as a
+since they can have more fields than their parents. A `SlidingKVCache` is saved as a
 `RotatingKVCache` (a ring); `with_slack` converts loaded rings back.
 """
 
@@ -119,7 +119,10 @@ def kind_of(cache: Any) -> Kind:
 
 
 def is_known(cache: Any) -> bool:
-    """Return whether a leaf can be saved; a subclass of a known class cannot."""
+    """Return whether a leaf (any cache but a `CacheList`) can be saved.
+
+    A subclass of a known class cannot.
+    """
     kind = KINDS.get(type(cache).__name__)
     known = kind is not None and type(cache) is kind.cls
     return known or type(cache) is SlidingKVCache
@@ -188,7 +191,7 @@ def check_leaf(cache: Any) -> None:
 
 
 def _as_in_mlx_lm(rows: Any) -> Any:
-    return tuple(rows) if isinstance(rows, list) else rows  # quantized, from a file
+    return tuple(rows) if isinstance(rows, list) else rows  # a file's quantized rows
 
 
 def _is_count(name: str, value: Any) -> bool:

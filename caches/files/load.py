@@ -67,8 +67,8 @@ def load_caches(
         like: live caches, such as those of `make_prompt_cache(model)`. The target's
             caches in the file must have the same classes and settings, and arrays of
             the same dtypes and shapes; numbers of rows may differ. None: no check.
-        draft_like: likewise for the drafter. If mlx-lm saved the file, it has one list
-            for both, which is cut after `len(like)`.
+        draft_like: likewise for the drafter. A file of mlx-lm has one list for both:
+            the first `len(like)` caches are the target's, the others the drafter's.
         cast: convert floats to the dtypes of the arrays in `like`, since the model may
             now be loaded in another dtype. Where `like` has no array, nothing is
             converted.
@@ -128,8 +128,8 @@ def _checked(
 ) -> LoadedCaches:
     """Return the checked content of a file.
 
-    If `said` is None, mlx-lm wrote the file, and its first `cut` caches are the
-    target's; None: all.
+    If `said` is None, mlx-lm wrote the file. Then its first `cut` caches are the
+    target's; if `cut` is None, all are.
     """
     first, rows, seen, listed = cut, None, None, cut is not None
     if said is not None:

@@ -8,9 +8,9 @@
            1.KEY the user's value of KEY, 2.I class names
 
 If the window of a `LayerCache` is not full, `state` does not show the window's size.
-The size then comes from `extension` or from `like`. In the 0.31 layout, missing offsets
-are computed from the keys, a `ChunkedKVCache` past its first chunk is refused, and an
-`ArraysCache` is loaded without lengths and left_padding.
+The size then comes from the metadata of `extension` or from the live caches `like`. In
+the 0.31 layout, missing offsets are computed from the keys, a `ChunkedKVCache` past its
+first chunk is refused, and an `ArraysCache` is loaded without lengths and left_padding.
 """
 
 import re
@@ -156,7 +156,7 @@ def _nested(values: dict[tuple[int, ...], Any]) -> Any:
 
 
 def _scalars(arrays: dict[str, mx.array], kinds: Any) -> dict[str, Any]:
-    """Return the numbers, texts and None that arrays stand for, by their names."""
+    """Return the numbers, texts and None that arrays stand for, by array name."""
     need(isinstance(kinds, list), "its metadata 2 is not a list")
     values = {}
     for index, pair in enumerate(kinds[1:], 1):

@@ -110,7 +110,7 @@ def parse_json(raw: bytes, what: str) -> Any:
 def opened(
     path: str | os.PathLike[str], *, follow: bool = True
 ) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file; yield it and its size. `follow`: it may be a link."""
+    """Open a regular file; yield it and its size. Without `follow`, refuse a link."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     flags |= 0 if follow else os.O_NOFOLLOW
     try:
@@ -205,7 +205,10 @@ def _check_tiles(ordered: list[tuple[str, Tensor]], size: int) -> None:
 
 
 def read_arrays(file: BinaryIO, header: Header, digest: Any = None) -> dict[str, Any]:
-    """Read and evaluate every tensor, after `read_header`; add the data to `digest`."""
+    """Read and evaluate every tensor; add the data to `digest`.
+
+    Call `read_header` first, which leaves the file at the data.
+    """
     arrays = {}
     for name, tensor in header.tensors.items():
         data = _read(file, tensor.stop - tensor.start)

@@ -1,5 +1,5 @@
 """One journal for each cache class of mlx-lm and of this project.
 
-Each file is named after its cache class, except for `isolated`, which is for
-`Speculation(isolated=True)`, and for `live` and `ring`, which have base classes.
+Each file is named after its cache class, except for three: `isolated` serves
+`Speculation(isolated=True)`, and `live` and `ring` hold base classes.
 """

@@ -133,7 +133,7 @@ def _where(
 
 
 class ArraysJournal:
-    """Journal of one `ArraysCache`; with `whole`, nothing is recorded."""
+    """Journal of one `ArraysCache`; `whole`: the mixers' inputs are not recorded."""
 
     live = False
 

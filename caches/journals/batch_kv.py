@@ -108,7 +108,7 @@ class BatchKVJournal(LiveJournal):
         cache.keys = mx.depends(cache.keys, (cache.left_padding, cache.offset))
 
     def rollback(self) -> None:
-        """Move the end back; an empty cache becomes empty again."""
+        """Move the end back; empty the cache again if it was empty."""
         cache = self._cache
         if self._replaced is not None:
             cache.keys, cache.values = self._replaced

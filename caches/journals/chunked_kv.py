@@ -5,7 +5,7 @@ offset, as in a `KVCache`. Before each forward the model calls `maybe_trim_front
 which drops the oldest rows until one chunk of rows is left:
 
     chunk of 4, opened at rows [3, 7)
-    first forward: nothing to drop, 3 rows      rows [3, 10)
+    first forward: drops none, writes 3 rows    rows [3, 10)
     second forward: drops 3, writes 2 rows      rows [6, 12)
     commit(1)                                   rows [3, 8)
     rollback()                                  rows [3, 7)
@@ -57,7 +57,7 @@ class ChunkedJournal(KVJournal):
             super().commit(keep)
 
     def rollback(self) -> None:
-        """Undo every trim and move the offset back; an empty cache is emptied again."""
+        """Undo every trim; move the offset back; empty the cache if it was empty."""
         self._undo_trims(self._start)
         super().rollback()
 
@@ -65,4 +65,4 @@ class ChunkedJournal(KVJournal):
         """Undo the trims that came at offset `end` or later, the last one first."""
         while self._trims and self._trims[-1]["offset"] >= end:
             vars(self._cache).update(self._trims[-1])
-            self._trims.pop()  # last, so that an interrupted undo is repeated
+            self._trims.pop()  # after the undo, so that an interrupted one is repeated

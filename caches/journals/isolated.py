@@ -11,7 +11,7 @@ one step. Before this step the live cache does not change, whatever fails:
     rollback()                 live: offset 5, buffer A
 
 The twin's first write copies the whole buffer, since A then has two owners. A and B
-both stay in memory as long as the speculation object.
+both stay in memory as long as the speculation object exists.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class IsolatedJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that can keep different counts."""
+        """Number of rows, each with a `keep` of its own."""
         return self._inner.rows
 
     def prepare(self, keep: Keep) -> None:

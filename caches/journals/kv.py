@@ -64,7 +64,7 @@ class KVJournal(LiveJournal):
             self._cache.offset = self._start + keep
 
     def rollback(self) -> None:
-        """Move the offset back; an empty cache becomes empty again."""
+        """Move the offset back; empty the cache again if it was empty."""
         cache = self._cache
         cache.offset = self._start
         if self._was_empty:
@@ -74,7 +74,7 @@ class KVJournal(LiveJournal):
 
 
 class KVJournals:
-    """The journals of a model that has only `KVCache`s, made when they are needed.
+    """The journals of a model with `KVCache`s only; they are made when one is needed.
 
     If all layers wrote the same number of rows, moving the offsets keeps a prefix
     without any journal. Making a journal for every layer would slow down a small

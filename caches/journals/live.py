@@ -20,7 +20,7 @@ class LiveJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that can keep different counts: one."""
+        """Number of rows with a `keep` of their own: the whole cache counts as one."""
         return 1
 
     def prepare(self, keep: Any) -> None:
@@ -31,7 +31,7 @@ class ListenedTo(Generic[JournalT]):
     """The first base of a class of views that call their journal."""
 
     __slots__ = ("_journal",)
-    _journal: "weakref.ref[JournalT]"  # weak, since a strong one would be a cycle
+    _journal: "weakref.ref[JournalT]"  # weak: a strong one makes a cycle
 
     @property
     def journal(self) -> JournalT:

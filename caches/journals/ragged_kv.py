@@ -35,7 +35,7 @@ class RaggedJournal(LiveJournal):
             self._cache.lengths = [*map(add, self._lengths, each)]
 
     def rollback(self) -> None:
-        """Restore the lengths; an empty cache becomes empty again."""
+        """Restore the lengths; empty the cache again if it was empty."""
         self._cache.lengths = self._lengths
         if self._was_empty:
             self._cache.keys = self._cache.values = None

@@ -159,12 +159,12 @@ class RingJournal(LiveJournal):
             cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
         vars(cache).update(write.fields)
         self._forget_undone_slots()
-        self._writes.pop()  # last, so that an interrupted undo is repeated
+        self._writes.pop()  # after the undo, so that an interrupted one is repeated
 
     def _forget_undone_slots(self) -> None:
         """Drop the saved slots if writes from before the save were undone."""
         saved = _saved.get(self._cache)
-        # The next writes may put other positions into these slots.
+        # The next writes can put other positions into these slots.
         if saved is not None and self.count < saved.first_count:
             del _saved[self._cache]
 

@@ -38,7 +38,7 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
 
     def make_mask(
         self,
-        N: int,  # noqa: N803  models may name it
+        N: int,  # noqa: N803  some models pass it by name
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:

@@ -4,10 +4,10 @@
     commit(1)                                       offset 8
     rollback()                                      offset 7
 
-If the buffers lack room, a write moves into new buffers all rows of the open round and
-the whole window before the round. So any prefix can still be kept, and a rollback puts
-the old buffers back. The journal refers to the cache's array objects themselves: such a
-reference does not make a write copy the buffer.
+If the buffers lack room, a write makes new ones, and copies into them all rows of the
+open round and the whole window before the round. So any prefix can still be kept, and a
+rollback puts the old buffers back. The journal refers to the cache's array objects
+themselves: such a reference does not make a write copy the buffer.
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ class PresentedSliding(SlidingKVCache):
 
 
 class SlidingJournal(LiveJournal):
-    """Journal of one `SlidingKVCache`; with `whole`, a commit keeps all rows."""
+    """Journal of one `SlidingKVCache`; `whole`: a commit will keep all rows."""
 
     def __init__(
         self,

@@ -4,8 +4,9 @@
     radix_tree       the compressed tree of token runs and of their cache contents
     roles            the target, draft model and heads whose contents are kept
     restore_points   the snapshots of running requests
-    bounded_tree     the tree, kept within a byte limit by evicting nodes: `budget`
-    persistence      writes nodes to files and reads them: `segment`, `segment_folder`
+    bounded_tree     the tree, kept within a byte limit; `budget` evicts nodes
+    persistence      writes nodes to the files of `segment_folder` and reads them;
+                     `segment` converts them
 
 The package knows tokens and snapshots, but no models, streams or text.
 """

@@ -1,7 +1,7 @@
 """The tree of a prefix cache, kept within a byte budget.
 
-The budget is exceeded only for a moment: by an edge of at most `every` tokens while it
-is cut or copied, or by a state while its snapshot is taken.
+The budget is exceeded only for a moment: by the rows of at most `every` tokens while
+they are cut or copied, or by a state while its snapshot is taken.
 """
 
 import itertools
@@ -52,9 +52,9 @@ class BoundedTree(PrefixTree):
     def fill(
         self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
     ) -> bool:
-        """Add rows of a file to a node; if it is the last (`end`), add restore points.
+        """Add rows of a file to a node; with `end`, add its restore points too.
 
-        False: the target's rows or restore point do not fit.
+        Return False if the target's rows or restore point do not fit.
         """
         for which, (rows, point) in kept.items():
             part = self._roles[which].part(rows, node.start, node.stop)

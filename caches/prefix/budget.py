@@ -32,8 +32,8 @@ class Budget:
 
     def __init__(self, max_bytes: int | None) -> None:
         self._max_bytes = max_bytes
-        # `stored` is the bytes in the tree, and `level` the highest cost of a node
-        # evicted so far, which is added to later costs.
+        # `stored` is the bytes in the tree. `level` is the highest cost of a node
+        # evicted so far; it is added to later costs.
         self.stored, self.evictions, self.level = 0, 0, 0.0
         self.running: weakref.WeakSet[RunningPoints] = weakref.WeakSet()
 
@@ -75,7 +75,7 @@ def _cost(node: Node, claim: Claim) -> int | None:
 
     For a leaf, these are all tokens of the text that ends there, times its uses if the
     request is small. An inner node with one child loses only its restore points: its
-    cost is the number of tokens since the restore points before.
+    cost is the number of tokens since the nearest restore point above it.
     """
     if not node.resident:
         return None

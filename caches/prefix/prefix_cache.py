@@ -36,11 +36,11 @@ class PrefixCache:
     Args:
         max_bytes: limit of the bytes of all kept arrays. None: a quarter of the memory
             that is free at the first use, or 2 GB if that is unknown.
-        every: largest distance of two restore points, in tokens, and largest length of
-            a chunk of a prompt and of an edge of the tree. A model with rings or
-            recurrent layers can be resumed only at restore points, so a resumed request
-            reads at most `every` known tokens again. Each point costs the bytes of all
-            states.
+        every: largest distance of two restore points, in tokens. Also the largest
+            number of tokens in a chunk of a prompt, and in a new node. A model with
+            rings or recurrent layers can be resumed only at restore points, so a
+            resumed request reads at most `every` known tokens again. Each point costs
+            the bytes of all states.
         folder: directory that keeps the contents for later processes with the same
             models. Several processes may share it. It is created with mode 0700.
             None: memory only.
@@ -123,9 +123,10 @@ class PrefixCache:
         caches: Sequence[Sequence[Any]],
         shape: FixedShape | None = None,
     ) -> None:
-        """Bind the prefix cache for good to models, with new empty caches of each.
+        """Bind the prefix cache to models for good.
 
-        Models are compared by identity. `shape` is the shape of the first model's
+        `owners` are the models, the target first; `caches` are new empty caches of
+        each. Models are compared by identity. `shape` is the shape of the first model's
         forwards in exact mode; None: the model is not in exact mode. Rows computed in
         one shape cannot be used in another.
 
@@ -142,9 +143,9 @@ class PrefixCache:
     def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:
         """Return the index of a head's role; add the role if it is new.
 
-        `owner` is the head, compared by identity; it is on the first model. `caches`
-        are new empty caches of the head. Row m of the head is computed from the tokens
-        [0, m + lag].
+        `owner` is a head of the first model, compared by identity. `caches` are new
+        empty caches of the head. Row m of the head is computed from the tokens [0, m +
+        lag].
         """
         with self._lock:
             return self._roles.bind_head(owner, caches, lag)
@@ -178,7 +179,7 @@ class PrefixCache:
             self._tree.add_point(points, point)
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return the answers in which `tokens` leave the tree; see `PrefixTree`."""
+        """Return the answers in which `tokens` leave the tree, as `PrefixTree` does."""
         with self._alone():
             if self._disk is not None:
                 self._disk.link()
@@ -255,7 +256,7 @@ class PrefixCache:
     def _alone(self) -> Iterator[bool]:
         """Lock the tree; yield whether this thread is already changing the tree."""
         with self._lock:
-            # True again if the garbage collector ends a stream during a change
+            # `again` is True if the garbage collector ends a stream during a change.
             again, self._changing = self._changing, True
             try:
                 yield again

@@ -16,7 +16,7 @@ A role whose caches have only rows can be resumed at any token. A role with stat
 be resumed only at a restore point: the end of a node that holds its states.
 
 No two nodes share an array, so the tree's bytes are the sum of its nodes' bytes. In
-return, an edge is copied when it is stored, and again when requests diverge inside it.
+return, an edge's rows are copied when stored, and again if requests diverge inside it.
 """
 
 import math
@@ -44,7 +44,7 @@ class Node:
         uses: number of stored requests that contain the node's tokens.
         level: the budget's `level` at the last use.
         seen: the time of the last use, in seconds.
-        file: the file that holds this node, and perhaps more; None: no file does.
+        file: the file that holds this node, and perhaps others; None: no file does.
         written: whether the target generated the node's tokens.
     """
 
@@ -102,7 +102,7 @@ class Node:
 
 
 class PrefixTree:
-    """The token runs of a target; `roles` may get further roles later."""
+    """The token runs of a target. Further roles can be added to `roles` later."""
 
     def __init__(self, roles: Sequence[Role]) -> None:
         self._roles = roles
@@ -119,7 +119,8 @@ class PrefixTree:
     def path(self, tokens: Tokens, start: Node | None = None) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` and the number of tokens that they match.
 
-        The first node is `start`, or the root. The last node's edge may match in part.
+        The first node is `start`, or the root. The last node's edge can match in part
+        only.
         """
         result, matched = [start or self._root], 0
         while matched < len(tokens):
@@ -139,7 +140,7 @@ class PrefixTree:
 
         The results are the number of tokens before that answer, and all answers that
         begin there, with their stored prefixes, the longest first. If `tokens` leave
-        the tree elsewhere or not at all, they are 0 and no answers.
+        the tree elsewhere or not at all, the results are 0 and an empty list.
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]
@@ -161,7 +162,7 @@ class PrefixTree:
         return last.stop, [node.text[last.stop :] for node in result]
 
     def usable(self, which: int, tokens: Tokens) -> tuple[list[Node], int]:
-        """Return the nodes along `tokens` that a role can use, and how many tokens.
+        """Return the nodes and the number of first `tokens` that a role can use.
 
         For a role with states, the last node returned has the role's restore point.
         """
@@ -205,7 +206,7 @@ class PrefixTree:
         return nodes
 
     def _cut(self, node: Node, at: int) -> Node:
-        """Put a node into the edge above `node`, and return it."""
+        """Cut the edge above `node` at token `at`; return the new node there."""
         middle = Node(node.tokens[: at - node.start], node.parent)
         middle.used, middle.level, middle.seen = node.used, node.level, node.seen
         middle.file, middle.written, middle.uses = node.file, node.written, node.uses
@@ -256,8 +257,8 @@ class PrefixTree:
         nodes = [node for node in self.nodes() if node.file is file]
         for node in nodes:
             node.file = None
-        # A node with children stays: their files are usable again once the target has
-        # read the tokens of the lost file.
+        # A node with children stays: the children's files are usable again once the
+        # target has read the tokens of the lost file.
         for lost in nodes:
             while lost.parent and not (lost.resident or lost.file or lost.children):
                 parent = lost.parent

@@ -6,7 +6,7 @@
     plan      by the mark of each role: the role's index, the number of arrays of each
               leaf, the fields of its states; `{"array": 5}` stands for `0.states.5`
 
-The folder's key guards a file, so the plan is as it was written.
+The folder checks each file with its key, so a plan is read as it was written.
 """
 
 from collections.abc import Mapping, Sequence

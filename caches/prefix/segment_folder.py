@@ -75,7 +75,7 @@ class SegmentFolder:
     removed first.
 
     Raises:
-        InvalidRequestError: other users may read the folder, its key is not valid, or
+        InvalidRequestError: other users can read the folder, its key is not valid, or
             `gigabytes` is out of range.
     """
 
@@ -151,7 +151,7 @@ class SegmentFolder:
             if now != self._scanned:
                 result = self.names()
                 new = sorted(result - self._known)
-                # Another file within the same clock tick would not change the time.
+                # A file added within the same clock tick would not change the time.
                 settled = time.time_ns() - now > SETTLED_NANOSECONDS
                 self._known, self._scanned = result, now if settled else -1
                 read = [self._looked_at(name) for name in new if self._is_own(name)]
@@ -236,7 +236,7 @@ class SegmentFolder:
         return _segment_of(name, said)
 
     def touch(self, segment: Segment, when: float) -> None:
-        """Set a file's time of last use, later for segments earlier in the text."""
+        """Set a file's time of last use; earlier segments of a text get later times."""
         moment = when - segment.start * 1e-6
         with suppress(OSError):
             os.utime(self.path / segment.name, (moment, moment))

@@ -103,7 +103,10 @@ def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
 
 
 def _extent(caches: Sequence[Any]) -> int | None:
-    """Return how many tokens the caches, or a batch's furthest row, hold, if known."""
+    """Return the number of tokens in the caches; None: unknown.
+
+    In a batch, it is that of the furthest row.
+    """
     offsets = (_offset(leaf) for leaf in flat(caches))
     return max((each for each in offsets if each is not None), default=None)
 
@@ -117,7 +120,7 @@ def _offset(leaf: Any) -> int | None:
 
 
 def _check_offset(place: str, leaf: Any, extent: int | None, stop: int) -> None:
-    """Refuse a leaf that does not hold `stop` tokens and cannot be cut there."""
+    """Refuse a leaf that cannot be cut at `stop`, or does not hold `extent` tokens."""
     kind, offset = type(leaf), extent
     if hasattr(leaf, "offset"):
         if leaf.empty():

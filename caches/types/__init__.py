@@ -1,6 +1,6 @@
 """Cache classes of this project, and conversions from and to mlx-lm's.
 
-    sliding_kv    a sliding window with its rows in order, for `RotatingKVCache`
+    sliding_kv    a sliding window with its rows in order, not a ring
     ragged_kv     a batch whose rows end at different columns
     ragged_quantized_kv   such a batch with quantized rows
     padded_kv     keys padded to one of few lengths, for cuDNN

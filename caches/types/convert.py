@@ -87,7 +87,7 @@ def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
 
 def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
     """Append the rows of other batch caches; if one layer fails, restore all caches."""
-    # The old attributes suffice: `extend` only assigns new arrays to them.
+    # Keeping the old attributes suffices: `extend` changes no array in place.
     before = [(vars(leaf), dict(vars(leaf))) for leaf in flat(caches)]
     try:
         for cache, other in zip(caches, others, strict=True):
@@ -120,6 +120,6 @@ def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:
 
 
 def others_are_longer(caches: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Return whether a row outside `rows` needs a larger buffer than these rows."""
+    """Return whether a row not in `rows` needs a larger buffer than those in `rows`."""
     result = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
     return any(leaf.needed() > leaf.needed(rows) for leaf in result)

@@ -11,8 +11,8 @@ rows of a cache, with V(p) = step * (p // step + 1). A mask hides the positions 
 All rows of a forward share a view, so a forward takes only tokens up to the next step.
 A buffer is exactly as long as its view, so its strides too depend only on the position.
 
-The view of a sliding window has all rows that any row of a step may see: the positions
-[max(0, start - max_size), start + step), where `start` is the step's first.
+The view of a sliding window has all rows that any row of a step can see: the positions
+[max(0, start - max_size), start + step), where `start` is the step's first position.
 
 A view shares the `__dict__` of its live cache, so it has the same offset and buffers.
 Moving the offset undoes writes.
@@ -92,7 +92,7 @@ class _FixedRows:
 
     def make_mask(
         self,
-        N: int,  # noqa: N803  models may name it
+        N: int,  # noqa: N803  some models pass it by name
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array:

@@ -46,7 +46,7 @@ def checked_leaves(
     kinds: Iterable[str],  # for the message: the names of known kinds
     whose: str = "The cache",  # for the message: the owner of the caches
 ) -> list[tuple[str, Any]]:
-    """Return every leaf with its place, if all are known and no two are one object.
+    """Return every leaf with its place; refuse unknown kinds, and an object used twice.
 
     Raises:
         InvalidRequestError: there is no cache, or one object is in two places.

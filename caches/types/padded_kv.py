@@ -12,8 +12,8 @@ A step is 512 rows. Past 4,096 rows a step is an eighth of the largest power of 
 is not above the row count, so padding is at most an eighth of the rows.
 
 The padding consists of zeros or of rows that were rolled back. The mask gives it weight
-0, but if a row of it is not finite, the logits are not finite either. Every round
-checks whether they are finite. A sliding window is padded until it is full.
+0, but if a row of the padding is not finite, the logits are not finite either. Every
+round checks whether the logits are finite. A sliding window is padded until it is full.
 
 A padded cache is used only for models that were tested with it (`key_steps` in
 `models/exclusions.toml`). Such a model takes its mask from `make_mask` of a cache of
@@ -66,7 +66,7 @@ class SteppedKVCache(KVCache):
 
     def make_mask(
         self,
-        N: int,  # noqa: N803  models may name it
+        N: int,  # noqa: N803  some models pass it by name
         return_array: bool = False,
         window_size: int | None = None,
     ) -> Any:

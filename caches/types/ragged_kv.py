@@ -179,7 +179,7 @@ class RaggedKVCache(BatchKVCache):
         """Bytes of all arrays, including free columns."""
         return sum(array.nbytes for array in buffers(self))
 
-    @property  # type: ignore[misc]  # it is not loaded
+    @property  # type: ignore[misc]  # no setter: it is never loaded
     def state(self) -> Any:
         """The arrays of the cache, for `mx.eval`."""
         return self.keys, self.values

@@ -5,7 +5,7 @@ window and for `slack` more rows. Each write goes in place after the last row:
 
     max_size 4, slack 3; rows are named by their position, . is free
     before            2 3 4 5 6 . .      offset 7
-    a write of 1      2 3 4 5 6 7 .      returns [4, 8), all that position 7 may see
+    a write of 1      2 3 4 5 6 7 .      returns [4, 8), all that position 7 sees
     a write of 2      4 5 6 7 8 9 .      full: the window first moves into a new
                                          buffer; returns [5, 10), to be masked
     the last 2 undone 4 5 6 7 . . .      only indices move
@@ -126,8 +126,8 @@ class SlidingKVCache:
     ) -> Any:
         """Return the mask for the next `n` rows.
 
-        One row sees all rows that a write returns, so its mask is None. It is an array
-        only if `window_size` is below `max_size`; mlx-lm has no such model.
+        One row sees all rows that a write returns, so its mask is None,
+        unless `window_size` is below `max_size`; mlx-lm has no such model.
         """
         before = min(self.offset, self.max_size - 1)
         if n > 1:
@@ -157,7 +157,7 @@ class SlidingKVCache:
         return self._end == self.offset
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` rows, or all if there are fewer; return how many.
+        """Drop the last `n` rows, or all if there are fewer; return the number dropped.
 
         Raises:
             InvalidRequestError: rows of the window before the dropped rows are gone.
@@ -196,7 +196,7 @@ class SlidingKVCache:
         return self.keys[..., first:stop, :], self.values[..., first:stop, :]
 
     def _make_room(self, keys: mx.array, values: mx.array, undo: int) -> None:
-        """Make new buffers with room for the rows; move the rows still needed there."""
+        """Make new buffers with room for the rows; copy the rows still needed there."""
         width, end = keys.shape[2], self._end
         if self.keys is None:
             size = self._size_for(width)

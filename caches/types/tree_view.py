@@ -49,7 +49,7 @@ class TreeView:
 
     def make_mask(
         self,
-        N: int,  # noqa: N803  models may name it
+        N: int,  # noqa: N803  some models pass it by name
         window_size: int | None = None,
         return_array: bool = False,
     ) -> mx.array:
@@ -106,8 +106,8 @@ def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
     """Move some of the rows that a round wrote to the places of its first rows.
 
     The caches are those that `check_trees` allows. The round wrote `written` rows to
-    each, in one forward. `rows` are indices among these, in rising order. The caller
-    drops the rows after them.
+    each, in one forward. `rows` are indices among the written rows, in rising order.
+    The caller then drops the rows after the moved ones.
     """
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):
