@@ -2,8 +2,8 @@
 
     acceptance      the terms (drafted, accepted, correction, bonus) and result types
     verifier        chooses drafted tokens, and accepts them by the target's logits
-    decide          the same for all requests of a round
-    tree_verifier   the same for a draft that is a tree
+    decide          does the verifier's work for all requests of a round
+    tree_verifier   does the verifier's work for a draft that is a tree
     sampling        the options of a request
     chooser         turns logits into tokens by these options
     row_context     the known tokens before each row of logits

@@ -82,7 +82,7 @@ class Group(NamedTuple):
     """Requests that were decided together."""
 
     members: tuple[int, ...]  # their indexes among the round's requests
-    # All rows of one member, then those of the next; each has equally many. `accepted`
+    # All rows of one member, then those of the next; all have equally many. `accepted`
     # is int32 [members], or [] for one member, or None if nothing was drafted
     verified: Verified
 
@@ -152,7 +152,7 @@ def normalizers(logits: mx.array) -> mx.array:
     """Return the logsumexp of each row: [rows, vocab] to [rows], of the logits' dtype.
 
     It is not finite if no token can be chosen: the row holds a NaN or plus infinity, or
-    only minus infinity. The largest logit may ignore a NaN.
+    only minus infinity.
     """
     return mx.logsumexp(logits, axis=-1)
 

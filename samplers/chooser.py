@@ -27,8 +27,8 @@ from mlx_speculation.samplers.user_sampler import called_on_rows
 class Chooser:
     """Chooses tokens for one request, for the target and for any drafter alike.
 
-    In its methods `logits` are [rows, vocab], `processed` is the result of the method
-    `processed` for these rows, and `rows` has the tokens before each row.
+    The methods take `logits` [rows, vocab]; `processed`, the result of the method
+    `processed` for the same logits; and `rows`, the tokens before each row.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Chooser:
         return self.usable(logits, rows)
 
     def usable(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Return processed logits with -inf for ids that may not be chosen."""
+        """Return processed logits with -inf for ids that must not be chosen."""
         if logits.shape[-1] > self.limit:
             logits = logits[:, : self.limit]
         for mask in (self._exists, rows.allowed):

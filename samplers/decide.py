@@ -2,10 +2,10 @@
 
 The logits of a batch are [requests, n, vocab]: a request has one row for its last known
 token and one for each drafted token, and is padded to n rows. One call decides all
-requests that differ in seed, position and mask only: greedy requests, and requests with
-equal options, no processors, and noise that depends only on seed and position. The
-result is the same to the last bit as for one request. All other requests are decided
-one after the other, in the same evaluation.
+requests that differ in seed, position and mask only. Such requests have no processors.
+They are greedy, or have equal options and noise that depends only on seed and position.
+The result is the same to the last bit as if each were decided alone. All other requests
+are decided one after the other, in the same evaluation.
 
 This module evaluates no array and reads none.
 """
@@ -196,9 +196,9 @@ def _picked(
 ) -> mx.array:
     """Return the ids with the largest scores, uint32 [rows].
 
-    There is one chooser for each request, and they differ in the seed only. `processed`
-    [rows, ids] has the rows of one request after those of another. `starts` are the
-    positions of their first rows; not used if greedy.
+    There is one chooser for each request. The choosers differ in the seed only.
+    `processed` [rows, ids] has all rows of one request, then those of the next.
+    `starts` are the positions of each request's first row; not used if greedy.
     """
     sampling, width = choosers[0].sampling, len(processed) // len(choosers)
     if choosers[0].greedy:

@@ -206,7 +206,7 @@ def _check(name: str, value: float, low: float, high: float) -> None:
         limits = f" from {low:g} to {high:g}"
         if high == math.inf:
             limits = "" if low == -math.inf else f" of {low:g} or more"
-        kept = name in ("xtc_threshold", "draft_temperature")  # 0 is a value as others
+        kept = name in ("xtc_threshold", "draft_temperature")  # 0 does not turn it off
         raise InvalidRequestError(
             f"{name} is {value!r}, and a finite number{limits} is needed"
             f"{'' if kept else '; 0 turns it off'}."

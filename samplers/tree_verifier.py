@@ -111,7 +111,7 @@ def best_children(
 
     These are token ids, uint32 [rows, count], and the logarithms of their
     probabilities, float32 [rows, count]. The first is the choice of `Verifier.propose`.
-    Of columns with equal numbers modulo `FEW`, at most the best one is returned.
+    Of columns whose numbers are equal modulo `FEW`, at most the best is returned.
     """
     chooser: Chooser = verifier.draft_chooser
     scores = logits

@@ -43,7 +43,7 @@ def within(
     tokens: mx.array, normals: mx.array, width: int
 ) -> tuple[mx.array, mx.array]:
     """Replace ids [rows] from `width` on, and set their `normals` [rows] to NaN."""
-    # The embedding would read out of bounds before the host sees such an id.
+    # Otherwise the embedding would read out of bounds before the host sees the id.
     exist = tokens < width
     nan = mx.array(mx.nan, normals.dtype)
     return mx.minimum(tokens, width - 1), mx.where(exist, normals, nan)

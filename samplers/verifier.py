@@ -8,8 +8,8 @@ Three acceptance rules, all lossless:
                 accepted, another text for every draft and draft length
     block       as rejection, but each coin decides on a prefix of the draft
 
-Greedy requests choose without noise under every rule. This module evaluates and reads
-nothing.
+Greedy requests choose without noise under every rule. This module evaluates no array
+and reads none.
 """
 
 from collections.abc import Iterator

@@ -48,8 +48,8 @@ class PortableVocabulary:
     end: int  # as in `Vocabulary`
 
 
-# Vocabularies by tokenizer, since reading one takes up to a second. A tokenizer is read
-# again if tokens were added to it.
+# Vocabularies by tokenizer, kept because reading one takes up to a second. A tokenizer
+# is read again if tokens were added to it.
 _READ: WeakKeyDictionary[PreTrainedTokenizerFast, Vocabulary] = WeakKeyDictionary()
 
 

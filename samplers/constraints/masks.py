@@ -26,7 +26,7 @@ class Masks:
         return reads
 
     def on(self, rows: Rows, ahead: Sequence[int]) -> Rows:
-        """Return the rows with their masks; `ahead` follows the committed text."""
+        """Return `rows` with masks; `ahead` are the tokens after the committed text."""
         self._reads += bool(ahead)
         return replace(rows, allowed=self.text.masks(ahead, rows.count))
 
@@ -35,12 +35,12 @@ class Masks:
     ) -> Rows:
         """Return the rows of a drafter with their masks.
 
-        A drafter may have logits for some ids only. If it has logits for none of a
-        row's allowed ids, the row allows all ids: its probabilities stay valid, and the
-        target rejects the drafted token.
+        A drafter can have logits for some ids only. If it has logits for none of a
+        row's allowed ids, the row allows all ids: the row's probabilities stay valid,
+        and the target rejects the drafted token.
 
-        `logits` are [rows, vocab], or [rows, n] with the token ids of the columns,
-        `ids` uint32 [n].
+        `logits` are [rows, vocab]; or [rows, n] with `ids`, uint32 [n], the token ids
+        of the columns.
         """
         mx.async_eval(logits)  # before the host waits for drafted tokens
         ahead: Any = [] if rows.ahead is None else rows.ahead.tolist()

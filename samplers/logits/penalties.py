@@ -35,7 +35,7 @@ class Penalties:
             (presence, options.presence_penalty, options.presence_context_size),
             (frequency, options.frequency_penalty, options.frequency_context_size),
         )
-        windows: dict[int, Windows] = {}  # mostly of one size
+        windows: dict[int, Windows] = {}  # by size, mostly one
         for penalize, penalty, size in kinds:
             if penalty:
                 windows[size] = windows.get(size) or rows.windows(size, known)
@@ -54,7 +54,7 @@ class Penalties:
 
 
 def repetition(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
-    """Multiply earlier tokens' logits by the penalty if negative, else divide them.
+    """Multiply negative logits of earlier tokens by the penalty; divide positive ones.
 
     Keskar et al., "CTRL" (2019), section 4.1, but sign-dependent as in mlx-lm.
     """

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.sampling import LogitsProcessor
 
-OF_MLX_LM = "mlx_lm.sample_utils"  # the closures of this module have no state
+OF_MLX_LM = "mlx_lm.sample_utils"  # its closures have no state
 
 
 @runtime_checkable
@@ -83,5 +83,5 @@ def is_forkable(processor: LogitsProcessor) -> bool:
 
 
 def is_serial(processor: LogitsProcessor) -> bool:
-    """Return whether the processor may be called for emitted tokens only."""
+    """Return whether the processor must be called only for emitted tokens."""
     return not is_pure(processor) and not is_forkable(processor)

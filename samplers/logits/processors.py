@@ -67,7 +67,7 @@ class Processors:
         # Whether all rows can be processed at once. If not, plain steps use `serial`
         # too, after the host has read the last token.
         self.parallel = not any(is_serial(processor) for processor in self._users)
-        # Whether a failed round or a rejected draft changes a processor's state
+        # Whether a failed round or a rejected draft can change a processor's state
         self.has_state = bool(self._forkable) or not self.parallel
         self._known = KnownTokens()
         self._after: dict[int, States] = {}  # by position, after its row
@@ -97,7 +97,7 @@ class Processors:
             return self._apply(logits, rows, users, {})
         live, first = self.fork(), rows.positions[0]
         drafted = self._drafted
-        if first <= rows.round_start:  # `live` may include a step in flight
+        if first <= rows.round_start:  # `live` can be after a step in flight
             drafted = self._drafted = {}
             self.restore(self._after.get(first - 1, live))
         else:

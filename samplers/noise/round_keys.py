@@ -1,7 +1,7 @@
 """Noise of rejection and block verification, keyed by round and by position.
 
 The key of a draw is (seed, start of the round, position, purpose). Without the start of
-the round, a round would repeat the draws that an earlier round discarded at its
+the round, a round would repeat the draws that an earlier round discarded at the same
 positions. Block verification accepts or rejects by the draws that it discards, so the
 generated text would be biased.
 
@@ -15,7 +15,7 @@ from functools import cache
 
 import mlx.core as mx
 
-# Purposes, for `noise.stream_key`; noise.CHOICE is 1.
+# Purposes, for `gumbel.stream_key`; `gumbel.CHOICE` is 1.
 COIN = 2  # accepts or rejects a drafted token
 RESIDUAL = 3  # draws the correction or the bonus
 DRAFT = 4  # draws the drafted tokens

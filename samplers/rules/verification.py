@@ -43,7 +43,7 @@ def _block_odds(target_probs: mx.array, draft: mx.array, drafted: mx.array) -> O
     k = draft.shape[-2]
     last = reach[..., k:] if k else reach[..., :0]
     ahead = reach[..., 1:k, None] * target_probs[..., 1:k, :] - draft[..., 1:, :]
-    left = mx.maximum(ahead, 0).sum(axis=-1)  # [..., k - 1]
+    left = mx.maximum(ahead, 0).sum(axis=-1)  # S_i, [..., k - 1]
     sure = reach[..., 1:k] >= 1
     part = mx.where(sure, 1, left)
     whole = mx.where(sure, 1, left + (1 - reach[..., 1:k]))

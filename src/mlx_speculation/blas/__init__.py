@@ -1,4 +1,4 @@
-"""The BLAS that mlx multiplies float32 matrices with on a Linux CPU.
+"""The BLAS with which mlx multiplies float32 matrices on a Linux CPU.
 
 `choose` loads a BLAS before mlx, and `automatic` does this for programs that choose
 none. `threads` sets its number of threads. `loaded` describes the BLAS in use.

@@ -1,7 +1,7 @@
 """Automatic choice of a BLAS, for programs that choose none themselves.
 
-The environment variable `MLX_SPECULATION_BLAS` may be "auto" (the default), "openblas"
-or "stock". Nothing is chosen if mlx computes with CUDA, or if the program has loaded
+The environment variable `MLX_SPECULATION_BLAS` is "auto" (the default), "openblas" or
+"stock". Nothing is chosen if mlx computes with CUDA, or if the program has loaded
 another BLAS before mlx.
 """
 
@@ -60,7 +60,11 @@ def wanted_blas() -> BlasName:
 
 
 def _left() -> bool:
-    """Return whether the BLAS stays: one is chosen or loaded, or mlx may use CUDA."""
+    """Return whether the BLAS is left as it is.
+
+    That is so if one is chosen or loaded already, if the variable is "stock", or if an
+    mlx for CUDA is installed.
+    """
     return (
         chosen_blas() is not None
         or wanted_blas() == "stock"

@@ -1,9 +1,10 @@
-"""Choice of the BLAS that mlx multiplies float32 matrices with on a Linux CPU.
+"""Choice of the BLAS with which mlx multiplies float32 matrices on a Linux CPU.
 
 The Linux wheel of mlx links the reference BLAS. The cost of its products is linear in
-the number of rows, so verifying k + 1 tokens costs k + 1 steps: drafts cannot pay. With
-OpenBLAS eight rows cost little more than one. The logits then differ from single-row
-decoding by rounding, about 1e-5. With the reference BLAS they are equal bit for bit.
+the number of rows, so verifying k + 1 tokens takes as long as k + 1 steps: drafts
+cannot pay. With OpenBLAS eight rows cost little more than one. The logits then differ
+from single-row decoding by rounding, about 1e-5. With the reference BLAS they are equal
+bit for bit.
 
 OpenBLAS exports the same symbols. mlx calls it if it is loaded into the global scope
 first, since the dynamic linker binds symbols when mlx is loaded. So this module imports
@@ -75,7 +76,7 @@ def chosen_blas() -> BlasChoice | None:
 def blas_in_use() -> str:
     """Return the name of the BLAS that mlx uses for float32 on this CPU.
 
-    A BLAS that other code loads globally after mlx is named too, though mlx may not
+    A BLAS that other code loads globally after mlx is named too, even if mlx does not
     use it.
     """
     if sys.platform == "darwin":
@@ -161,7 +162,8 @@ def _use_openblas(*, required: bool) -> BlasChoice:
 def _load(library: str) -> None:
     """Load an OpenBLAS into the global scope.
 
-    It reads its number of threads from variables, which child processes do not inherit.
+    It reads its number of threads from environment variables. They are set only while
+    it is loaded, so child processes do not inherit them.
     """
     plan = plan_threads(usable_cores(), os.environ)
     variables = plan.environment()
@@ -173,6 +175,7 @@ def _load(library: str) -> None:
         for name in variables:
             del os.environ[name]
         os.environ.update(before)
-    # An OpenBLAS built for OpenMP reads its number of threads from another variable.
+    # An OpenBLAS built for OpenMP reads its number of threads from another variable, so
+    # `TextThreads` sets the number by a call.
     set_count = ctypes.CDLL(None).openblas_set_num_threads
     _Process.threads = TextThreads(plan, set_count, OtherPrograms().idle_cores)

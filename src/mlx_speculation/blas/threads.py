@@ -2,7 +2,7 @@
 
 The threads of a matrix product spin until all are done. If one has lost its core, the
 others spin for some milliseconds, in each of the hundreds of products of a forward. Two
-processes with as many threads as cores each lose nine tenths of their speed
+processes, each with as many threads as cores, lose nine tenths of their speed
 (docs/log/linux_cpu.md). So a text gets all cores only if other programs leave them idle
 when the text starts. Else it gets half of the cores, or one thread if fewer are idle.
 
@@ -11,7 +11,7 @@ the same number at any load. While texts run, only a text in exact mode changes 
 
 An idle thread also spins, for some 100 ms. On two cores this takes a core from mlx's
 own threads: steps took 5 to 30 % longer. So on two cores threads sleep at once, unless
-`OPENBLAS_THREAD_TIMEOUT` is set. On four or more cores this would slow down rounds, as
+`OPENBLAS_THREAD_TIMEOUT` is set. On four or more cores this would slow down rounds:
 each product wakes all threads.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NUM_THREADS, TIMEOUT = "OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"
-# Variables from which OpenBLAS reads a number of threads; the first one set counts.
+# Variables from which OpenBLAS reads a number of threads; the first one set is used.
 NAMES = (
     NUM_THREADS,
     "OPENBLAS_DEFAULT_NUM_THREADS",
@@ -37,7 +37,7 @@ _TWO_CORES = 2
 _SLEEP_SOON = 10
 # Seconds over which the load of other programs is measured; 0.05 s is five clock ticks.
 _SHORTEST, _LONGEST = 0.05, 2.0
-_IDLE = 0.4  # a core counts as idle if other programs use less of it
+_IDLE = 0.4  # a core is idle if other programs use less than this part of it
 _STAT = Path("/proc/stat")
 
 
@@ -45,9 +45,10 @@ _STAT = Path("/proc/stat")
 class ThreadPlan:
     """The numbers of threads that a text may get."""
 
-    # In exact mode, or if other programs run; None: the user's environment decides
+    # The number in exact mode, or if other programs run; None: the user's environment
+    # decides
     count: int | None
-    most: int | None  # if all cores are idle; None: as for `count`
+    most: int | None  # the number if all cores are idle; None: as for `count`
     why: str  # the reason, one line for people
     # Idle threads sleep after 2^sleep_after ticks; None: the user's or OpenBLAS's time
     sleep_after: int | None = None
@@ -111,7 +112,7 @@ class TextThreads:
     ) -> None:
         self.plan = plan
         self._set_count, self._idle_cores = set_count, idle_cores
-        self._texts = {True: 0, False: 0}  # running texts, in exact mode or not
+        self._texts = {True: 0, False: 0}  # running texts, by `exact`
         self._lock = threading.Lock()
         self._now = 0
         if plan.count is not None:
