@@ -1,9 +1,9 @@
 """Acceptance of drafts on recorded text that the target wrote.
 
-In greedy text a drafted token is accepted if it equals the recorded token. In sampled
-text the probability of acceptance counts instead: sum_v min(P, q) of target P and
-drafter q, given the recorded tokens before the drafted one. A slot is a position to
-draft from.
+A slot is a position to draft from. In greedy text a drafted token is accepted if it
+equals the recorded token, and has the acceptance 1 or 0. In sampled text it has the
+probability of acceptance: sum_v min(P, q) over token ids v, where P and q are the
+distributions of target and drafter after the recorded tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,10 @@ def check_acceptance(
 
 
 def lookup_acceptance(dialogues: Sequence[Dialogue]) -> dict[str, Acceptance]:
-    """Return the acceptance of prompt lookup, over consecutive rounds of an answer."""
+    """Return the acceptance of prompt lookup, over consecutive rounds of an answer.
+
+    In sampled text too, a token is accepted if it equals the recorded one.
+    """
     result: dict[str, list[list[int]]] = {"greedy": [], "sampled": []}
     for dialogue in dialogues:
         tokens = dialogue.tokens.tolist()
@@ -126,7 +129,7 @@ def _shares(
     temperature = group[0].temperature
 
     def read(depth: int, logits: mx.array) -> NDArray[np.float64]:
-        """Return shares as an array, so memory holds the logits of one depth only."""
+        """Return shares as a NumPy array: memory holds the logits of one depth only."""
         after = depth + trainee.first
         if not temperature:
             column = mx.argmax(logits, axis=-1)
@@ -143,7 +146,7 @@ def _shares(
 
 
 def _summed(parts: Sequence[NDArray[np.float64]], *, walk: bool) -> Acceptance:
-    """Return the mean acceptance; `parts`: of each dialogue, [slots, depths].
+    """Return the mean of `parts`, the acceptance in each dialogue, [slots, depths].
 
     `walk`: average the lengths of consecutive rounds, not of all slots.
     """

@@ -22,7 +22,7 @@ from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.state import Progress, save_state
 from mlx_speculation.training.step import TrainingStep
 
-_GAIN = 0.002  # the smallest increase of the mean accepted length that counts
+_GAIN = 0.002  # a smaller increase of the mean accepted length is no gain
 _SAVED = 45.0  # seconds after which the state is saved again
 _LOOKED = 10  # maximum steps of a chunk; losses are read after each chunk
 _CHUNK = 8.0  # maximum seconds of a chunk, unless one step takes longer
@@ -48,7 +48,7 @@ class TrainingLoop:
     """The steps of one training."""
 
     options: TrainOptions
-    fixed: dict[str, Any]  # options that a resumed training may not change
+    fixed: dict[str, Any]  # options that a resumed training must not change
     trainee: Trainee
     stepper: TrainingStep
     optimizer: optim.Optimizer

@@ -4,7 +4,7 @@ At each slot (position to draft from):
 
     loss = KL(target || draft) + hard * -log draft(the target's likeliest token)
 
-Both distributions are normalized over the draft's ids. A slot does not count if the
+Both distributions are normalized over the draft's ids. A slot is left out if the
 target's likeliest token is not among these ids.
 """
 

@@ -90,7 +90,7 @@ def attend_blocks(
         slots             int32 [rows, blocks]
     """
     rows, blocks = slots.shape
-    # On other arrays the product would run one kernel for each row.
+    # On non-contiguous arrays the product would run one kernel for each row.
     keys, values, own_keys, own_values = map(mx.contiguous, (*context, *block_kv))
     kv_heads, n, size = keys.shape[1:]
     block = queries.shape[2]

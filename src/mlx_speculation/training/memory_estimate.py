@@ -26,7 +26,10 @@ _GB = 1e9
 
 @contextmanager
 def memory_limit(gb: float | None) -> Iterator[None]:
-    """Limit mlx's memory to `gb` GB (10^9 bytes; None: no change), its cache to 1/4."""
+    """Limit mlx's memory to `gb` (10^9 bytes), and its cache to a quarter of that.
+
+    None: no change.
+    """
     if gb is None:
         yield
         return

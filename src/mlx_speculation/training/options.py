@@ -12,7 +12,7 @@ _BLOCKS = ("dflash", "dspark")
 DATA = "Data"
 BLOCK, ANCHORS, BLOCK_LAYERS, RANK = 8, 128, 3, 64
 LENGTH = "Length and evaluation"
-# Options that a resumed training may change
+# Options that a resumed training can change
 _FREE = (
     "minutes",
     "patience",
@@ -235,7 +235,7 @@ class TrainOptions:
         return usual if self.draft_vocab is None else self.draft_vocab
 
     def fixed(self) -> dict[str, Any]:
-        """Return the options that a resumed training may not change."""
+        """Return the options that a resumed training must not change."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["draft_vocab"] = self.vocabulary
         return {

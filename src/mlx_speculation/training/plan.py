@@ -81,7 +81,7 @@ class Schedule:
         return sized(options, rates, 60 * self.minutes - self.spent, self.spent)
 
     def deadline(self, share: float = 1.0) -> float | None:
-        """Return the end of a share of the minutes after timing; None: no limit."""
+        """Return when a share of the minutes after timing ends; None: no limit."""
         if self.minutes is None:
             return None
         return self.began + self.spent + (60 * self.minutes - self.spent) * share

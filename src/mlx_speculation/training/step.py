@@ -96,7 +96,7 @@ class TrainingStep:
     def seconds(self, batches: RowBatches) -> float:
         """Return the seconds of a step; the weights do not change.
 
-        The faster of two steps counts: on a GPU, the first one compiles for a minute.
+        These are of the faster of two steps: on a GPU, the first compiles for a minute.
         """
         module = self._trainee.module
         kept = module.trainable_parameters()
@@ -126,7 +126,7 @@ class TrainingStep:
         every = trainee.slots(tokens, self._depths) if slots is None else slots
 
         def read(depth: int, result: mx.array) -> mx.array:
-            after = depth + trainee.first - 1  # i + after precedes the drafted token
+            after = depth + trainee.first - 1  # i + after is before the drafted token
             rows = teacher.of_slots(after, every)
             weights = at_slots(counts, after + 1, every).astype(mx.float32)
             number = (weights * (rows.likeliest >= 0)).sum()

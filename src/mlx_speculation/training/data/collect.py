@@ -1,8 +1,8 @@
 """Collection of dialogues that the target writes.
 
 Each batch has one temperature. Held-out dialogues come first, half of them greedy, then
-dialogues to learn from. The counts in the file of dialogues determine the next batch,
-so a resumed run continues with the same texts.
+dialogues to learn from. The numbers of dialogues, batches and used prompts in the file
+of dialogues determine the next batch, so a resumed run continues with the same texts.
 """
 
 import random
@@ -77,7 +77,7 @@ class Collector:
                 )
 
     def _next(self, dialogues: Dialogues) -> tuple[float | None, int]:
-        """Return the next batch's temperature if held out, else None, and its size."""
+        """Return the next batch's temperature (None: not held out), and its size."""
         most = self._options.batch
         if self._options.own_share == 0:
             most = min(most, len(self._prompts) - dialogues.used)
@@ -93,7 +93,7 @@ class Collector:
     def _batch(
         self, dialogues: Dialogues, held_out: float | None, count: int
     ) -> tuple[list[Dialogue], int]:
-        """Return a batch of dialogues, and the number of prompts it used of the file.
+        """Return a batch of dialogues, and how many prompts of the file it used.
 
         `held_out`: the temperature of a held-out batch; None: a batch to learn from.
         """

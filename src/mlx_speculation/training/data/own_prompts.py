@@ -77,7 +77,7 @@ SEEDS = (
 def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat template before and after a user's text.
 
-    Without a template these are the tokens that begin any text, and none.
+    Without a template, the tokens that begin any text come before, and none after.
 
     Raises:
         InvalidRequestError: the template does not repeat the text unchanged.
@@ -105,7 +105,7 @@ def write_prompts(
 ) -> list[list[int]]:
     """Return prompts that end where an answer begins, as token ids.
 
-    Very short and repeated prompts are left out, so there may be fewer than `count`.
+    Very short and repeated prompts are left out, so there can be fewer than `count`.
     The target adds at most `most` tokens to the given first words of a user's text.
 
     Raises:

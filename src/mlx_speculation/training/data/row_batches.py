@@ -32,7 +32,7 @@ class RowBatches:
         slots: int,  # of a row; also the distance of the starts of successive rows
         more: int,  # tokens of a row after its slots
         seed: int,
-        anchors: int | None = None,  # random slots of a row to draft from; None: all
+        anchors: int | None = None,  # number of random slots of a row; None: all slots
         first: int = 0,  # slot i drafts token i + first
     ) -> None:
         self._dialogues, self._rows, self._slots = dialogues, rows, slots
@@ -81,7 +81,7 @@ class RowBatches:
             result = [self._dialogues[number] for number in order]
             tokens = np.concatenate([each.tokens for each in result])
             counts = np.concatenate([each.counts for each in result])
-            # A pass leaves out some tokens at its end; the shift varies which ones.
+            # A pass leaves out some tokens at its end; a random shift changes which.
             shift = int(np.random.default_rng([self._seed, epoch, 1]).integers(1 << 30))
             shift %= len(tokens)
             joined = RowBatch(np.roll(tokens, -shift), np.roll(counts, -shift))

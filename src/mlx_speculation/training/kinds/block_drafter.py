@@ -157,10 +157,11 @@ class BlockTrainee(NewHead):
 
 
 def begin_near(head: DFlashHead) -> None:
-    """Set initial weights that attend to near positions and read the last tapped layer.
+    """Set initial weights that shorten the training.
 
-    Small random matrices would average the whole context, and training would take long
-    to find the position before the anchor. Here queries use the matrix of the keys, so
+    The rows attend to near positions, and read mostly the last tapped layer. Small
+    random matrices would average the whole context, and training would take long to
+    find the position before the anchor. Here queries use the matrix of the keys, so
     rows attend to similar rows, and most to near ones.
     """
     wide = head.fc.weight

@@ -45,7 +45,7 @@ def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]
 def id_tensors(ids: mx.array, width: int) -> Tensors:
     """Return d2t and t2d, which map columns of a head's logits to ids of the target.
 
-    Column i stands for `ids[i]`; these ascend. The target has `width` ids.
+    Column i stands for `ids[i]`. The ids ascend. The target has `width` ids.
     """
     columns = np.array(ids, np.int64)
     known = np.zeros(width, np.bool_)

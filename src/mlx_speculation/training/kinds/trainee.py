@@ -14,7 +14,7 @@ class Trainee(ABC):
     """A drafter in training; a slot is a position of a text from which it drafts."""
 
     kind: str  # `TrainOptions.kind`
-    module: Any  # the drafter; it may have frozen weights
+    module: Any  # the drafter; some of its weights can be frozen
     taps: HiddenStates | None = None  # the target's states to read; None: no states
     ids: mx.array | None = None  # target's id by logits column, uint32 [n]; None: all
     first = 2  # slot i at depth 0 drafts token i + `first`

@@ -19,8 +19,8 @@ def draw_curves(
 ) -> None:
     """Draw the plot, if matplotlib is installed.
 
-    The file's extension gives the format. `lookup`: of prompt lookup on the same text.
-    `say` is called if the plot cannot be drawn, which is no error.
+    The file's extension gives the format. `lookup`: acceptance of prompt lookup on the
+    same text. If the plot cannot be drawn, `say` gets the reason; nothing is raised.
     """
     if find_spec("matplotlib") is None:
         return

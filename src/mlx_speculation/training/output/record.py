@@ -40,10 +40,10 @@ def described(
 def write_record(
     folder: Path,  # of the draft
     target: str,
-    options: Mapping[str, Any],  # those that a resumed training may not change
+    options: Mapping[str, Any],  # see `TrainOptions.fixed`
     progress: Progress,
     data: Mapping[str, Any],  # see `described`
-    lookup: Mapping[str, Acceptance],  # of prompt lookup on the same text
+    lookup: Mapping[str, Acceptance],  # acceptance of prompt lookup on the same text
     ended: str,  # see `TrainingResult`
     speeds: Speeds | None,  # None: not measured
 ) -> dict[str, Any]:
