@@ -46,7 +46,7 @@ class Journal(Protocol):
     def commit(self, keep: Any) -> None:
         """Keep the first `keep` written positions, at least 1; call `prepare` before.
 
-        For a batch, `keep` may be a sequence with a number for each row.
+        For a batch, `keep` can be a sequence with a number for each row.
         """
         ...
 

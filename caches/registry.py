@@ -1,7 +1,7 @@
 """Registry of cache kinds and their journals.
 
 A `CacheList` has no journal; each of its members has one. The class of a cache has to
-be in the registry itself: a subclass may write in a way that its base class's journal
+be in the registry itself: a subclass can write in a way that its base class's journal
 does not record, so subclasses are refused like unknown kinds.
 """
 

@@ -91,7 +91,7 @@ def propose_all(
 
     Args:
         requests: the inputs of each request for one row; all have one target. For
-            requests that are decided together, `rows` may lack the preceding tokens.
+            requests that are decided together, `rows` can lack the preceding tokens.
         positions: the position of the token that each request chooses.
         logits: [requests, vocab] of a draft, or [requests, n] with `ids`.
         ids: uint32 [n], the token ids of the columns, for a draft with a reduced

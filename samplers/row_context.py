@@ -61,7 +61,7 @@ class Rows:
     # uint32 [m], the tokens after the known ones, not read; None: no tokens
     ahead: mx.array | None = None
     # The number of rows, at least 1 and at most the number of prefixes; the empty
-    # prefix counts only if `start` is above 0
+    # prefix is one of them only if `start` is above 0
     count: int = 1
     start: int = 0  # how many tokens precede the known ones; their ids are unknown
     # bool [count, ids], which ids each row may choose; None: all

@@ -66,11 +66,11 @@ def load_caches(
         path: the file.
         like: live caches, such as those of `make_prompt_cache(model)`. The target's
             caches in the file must have the same classes and settings, and arrays of
-            the same dtypes and shapes; numbers of rows may differ. None: no check.
+            the same dtypes and shapes; numbers of rows can differ. None: no check.
         draft_like: likewise for the drafter. A file of mlx-lm has one list for both:
             the first `len(like)` caches are the target's, the others the drafter's.
-        cast: convert floats to the dtypes of the arrays in `like`, since the model may
-            now be loaded in another dtype. Where `like` has no array, nothing is
+        cast: convert floats to the dtypes of the arrays in `like`, for a model that is
+            loaded in another dtype than before. Where `like` has no array, nothing is
             converted.
 
     Raises:

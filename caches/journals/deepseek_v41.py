@@ -9,7 +9,7 @@ references to the state before a write. After a prefix of a write the layer hold
     compress_kv, index_k        the groups that were full by then: a slice
     pending_kv, pending_gate    the rows of the group that was open then
 
-The pending rows after a prefix may no longer be in the cache: with 2 pending rows and
+The pending rows after a prefix can be gone from the cache: with 2 pending rows and
 ratio 4, a write of 5 rows closes a group. So the journal records the compressor's call
 and runs it again over the prefix, as `ArraysJournal` does with mixers. The compressor's
 hook (`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is None if

@@ -75,7 +75,7 @@ class Persistence:
             node, digest = self._places[segment.parent]
             if _in_tree(node):
                 return node, digest
-        # A segment may begin inside another one, where two texts diverge.
+        # A segment can begin inside another one, where two texts diverge.
         for node in self._tree.nodes():
             if node.start < segment.start <= node.stop:
                 before = node.text[: segment.start]
@@ -169,7 +169,7 @@ class Persistence:
             self._failed = True
 
     def _pending(self) -> Iterator[Node]:
-        """Yield nodes that may be unsaved, parents first; set files' times of use."""
+        """Yield nodes that could be unsaved, parents first; set files' times of use."""
         names = self._folder.names()
         with self._lock:
             nodes = sorted(self._tree.nodes(), key=lambda node: node.stop)

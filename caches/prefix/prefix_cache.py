@@ -3,7 +3,7 @@
     prefixes = PrefixCache(max_bytes=4 << 30)
     generator = SpeculativeGenerator(model, tokenizer, prefix_cache=prefixes)
 
-Restore points of running streams count in the byte budget until they are stored or the
+Restore points of running streams use the byte budget until they are stored or the
 stream is gone. Streams of several threads may share a prefix cache: its arrays are
 evaluated and never change, and a lock guards the tree.
 """

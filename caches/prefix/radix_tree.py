@@ -144,7 +144,7 @@ class PrefixTree:
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]
-        if last.stop == matched:  # answers may begin here, or go on
+        if last.stop == matched:  # answers can begin here, or go on
             more = [child for child in last.children.values() if child.written]
             if not more or matched == len(tokens):
                 return 0, []

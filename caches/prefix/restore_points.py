@@ -41,7 +41,7 @@ class Left(NamedTuple):
 
 
 class RunningPoints:
-    """The restore points of one running stream; they count in the cache's budget."""
+    """The restore points of one running stream; they use the cache's byte budget."""
 
     def __init__(self) -> None:
         self.taken: list[Point] = []  # in order

@@ -1,7 +1,7 @@
 """The roles of a prefix cache: the target, draft models, and heads on the target.
 
 A mark identifies a role in files, across processes. It is a hash of the loaded model,
-not of the model's folder or revision: the files in a folder may change, and copies in
+not of the model's folder or revision: the files in a folder can change, and copies in
 two folders are the same model.
 """
 

@@ -33,7 +33,7 @@ def snapshot(
 
     `caches` are mlx-lm caches, one per layer as `make_prompt_cache` returns them.
     `stop` is by default the number of tokens that they hold. It has to be passed if all
-    layers are recurrent, since these do not know the number. It may be smaller if all
+    layers are recurrent, since these do not know the number. It can be smaller if all
     caches can be cut there.
 
     Raises:

@@ -106,7 +106,7 @@ def has_states(caches: Sequence[Any]) -> bool:
 
 
 def meets_plans(caches: Sequence[Any]) -> bool:
-    """Return whether cuDNN builds an attention plan for each new number of rows."""
+    """Return whether each new number of keys costs a new attention plan of cuDNN."""
     buffers = [leaf.keys for leaf in flat(caches) if is_batch(leaf)]
     return any(
         isinstance(keys, mx.array) and asks_cudnn(keys.dtype) for keys in buffers

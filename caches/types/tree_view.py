@@ -24,8 +24,8 @@ class TreeRows(NamedTuple):
     """Rows of a forward that are a tree, or one level of a tree."""
 
     # bool [rows, columns]: True for a row's own column and those of its ancestors. The
-    # last columns are those of these rows. The columns before them are those of rows
-    # that the round has already written.
+    # last columns belong to these rows. The columns before them belong to rows that the
+    # round has already written.
     seen: mx.array
     depths: mx.array  # int32 [rows], each row's position minus that of the first row
     # Added to the cache's offset to get the rows' position; negative if the round has

@@ -149,7 +149,7 @@ def json_schema(
     Args:
         schema: a JSON schema, as a mapping, True for any JSON, or as text.
         tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
-        compact: allow no whitespace outside of strings. Otherwise a small model may
+        compact: allow no whitespace outside of strings. Otherwise a small model can
             write whitespace without end.
 
     Raises:
@@ -248,7 +248,7 @@ def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
     backend.no_padding()
     backend.no_truncation()
     ids = set(backend.get_vocab(with_added_tokens=True).values())
-    # A new token for the end: the tokenizer may have none, and end-of-text ids differ
+    # A new token for the end: the tokenizer can lack one, and end-of-text ids differ
     # between requests.
     backend.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     end = backend.token_to_id(END)

@@ -150,7 +150,7 @@ class Constrained:
         return Followed(len(emitted), complete=False)
 
     def commit(self, emitted: Sequence[int]) -> None:
-        """Append tokens to the committed text; the last may be an end-of-text id.
+        """Append tokens to the committed text; the last can be an end-of-text id.
 
         Raises:
             ConstraintError: a token is not allowed; the text does not change.

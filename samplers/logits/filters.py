@@ -47,7 +47,7 @@ def top_p(logits: mx.array, share: float) -> mx.array:
     of equal float32 probability are all kept or all dropped. (Holtzman et al., "The
     Curious Case of Neural Text Degeneration", 2020.)
 
-    mlx-lm adds up float32 in sorted order, so results may differ for a token whose sum
+    mlx-lm adds up float32 in sorted order, so results can differ for a token whose sum
     is within rounding of the share.
     """
     probs = mx.softmax(logits, axis=-1)
@@ -92,7 +92,7 @@ def _largest(values: mx.array, k: int) -> mx.array:
     if k >= width:
         return mx.ones(values.shape, dtype=mx.bool_)
     # A partition puts the value of this index where a sort would put it, in a fifth to
-    # a tenth of the time. Its choice among equals may depend on the number of rows.
+    # a tenth of the time. Its choice among equals can depend on the number of rows.
     edge = mx.partition(values, width - k, axis=-1)[..., width - k, None]
     above = values > edge
     equal = values == edge

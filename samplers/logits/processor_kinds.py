@@ -20,7 +20,7 @@ class ForkableProcessor(Protocol):
 
     It is called for rows of drafts too. After a round, the state after the call for the
     last emitted token is restored; before a draft, the state at the end of the known
-    tokens. A state may be restored any number of times.
+    tokens. A state can be restored any number of times.
     """
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -32,7 +32,7 @@ class ForkableProcessor(Protocol):
         ...
 
     def restore_state(self, state: Any) -> None:
-        """Restore a state from `copy_state`; it may be restored again later."""
+        """Restore a state from `copy_state`; later it can be restored again."""
         ...
 
 

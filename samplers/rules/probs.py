@@ -8,7 +8,7 @@ of the probabilities: float32 in a round, float64 in tests.
 `draft_probs` must be exactly the distributions that the tokens were drawn from: those
 after the draft's temperature and filters. None: the tokens were chosen without noise.
 
-Rows of a batch may have drafts of unequal length. After the end of a draft, rows of
+Rows of a batch can have drafts of unequal length. After the end of a draft, rows of
 `draft_probs` are all zeros; without `draft_probs` the drafted id is -1. Such padding is
 never accepted. If all tokens before it are accepted, the next token has the target's
 own distribution. The decision to end a draft may depend on the earlier tokens and the

@@ -49,7 +49,7 @@ def use_blas(name: BlasName = "auto") -> BlasChoice:
 
     "stock" is the BLAS of mlx's wheel. "auto" keeps another BLAS that was loaded
     before; else it takes OpenBLAS if it is installed, or the stock one. The BLAS that
-    is already in use may always be named.
+    is already in use can always be named.
 
     Raises:
         BlasError: The BLAS is not installed, or mlx or another BLAS is loaded already.

@@ -43,7 +43,7 @@ _STAT = Path("/proc/stat")
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """The numbers of threads that a text may get."""
+    """The numbers of threads that a text can get."""
 
     # The number in exact mode, or if other programs run; None: the user's environment
     # decides

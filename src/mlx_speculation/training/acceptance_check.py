@@ -2,8 +2,8 @@
 
 A slot is a position to draft from. In greedy text a drafted token is accepted if it
 equals the recorded token, and has the acceptance 1 or 0. In sampled text it has the
-probability of acceptance: sum_v min(P, q) over token ids v, where P and q are the
-distributions of target and drafter after the recorded tokens.
+probability of acceptance: the sum of min(P, q) over all token ids. P and q are the
+distributions of target and drafter, given the recorded tokens before the drafted one.
 """
 
 from collections.abc import Iterator, Sequence

@@ -89,7 +89,7 @@ def train(
     """Train a draft for a target, or resume a training that was interrupted.
 
     `target` is a folder or repository. `out` is the draft's folder, which is made if it
-    does not exist. With `trust_remote_code` code in the target's folder may run.
+    does not exist. With `trust_remote_code` code in the target's folder can run.
 
     Raises:
         InvalidRequestError: an option is out of range, `out` holds other files, there

@@ -25,7 +25,7 @@ class Speeds:
 
     plain: float  # tokens per second without the draft
     drafted: float  # tokens per second with the draft, at adaptive draft lengths
-    length: float  # mean tokens of a round
+    length: float  # mean number of tokens that a round emits
     texts: int  # number of texts, each written with and without the draft
     equal: int  # number of texts that are the same in both
 
