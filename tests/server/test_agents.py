@@ -99,8 +99,8 @@ class Session:
     """One agent at work.
 
     Attributes:
-        steps: returns the model's text of each turn for a file and the tool names.
-        requests: number of tool results and number of tools of each request.
+        steps: returns the model's texts, one a turn; called with a file and tool names.
+        requests: of each request, the number of tool results and the number of tools.
     """
 
     steps: Callable[[Path, Sequence[str]], list[str]]
@@ -123,7 +123,11 @@ class Session:
 def file_steps(
     tools: Sequence[str], fields: Sequence[str], file: Path, names: Sequence[str]
 ) -> list[str]:
-    """Return steps with tools to read, edit and run; `fields` of the first two."""
+    """Return three texts with calls of tools: one reads, one edits, one runs a command.
+
+    `tools` names these tools. `fields` names three arguments: the path, which the first
+    two tools take, and the old and the new text of the edit.
+    """
     (read, edit, shell), (path, old, new) = tools, fields
     changed = {path: str(file), old: "a - b", new: "a + b"}
     ran = call(shell, json.dumps({"command": RUN, "description": "Runs it"}))

@@ -188,7 +188,7 @@ def test_the_log_says_why_nothing_was_drafted(
         ({"off": True}, None, "near", 0),
         ({"max_draft": 0}, None, "near", 0),
         ({"max_draft": 2}, None, "near", 2),
-        ({"max_draft": 50}, None, "near", 4),  # the server was started with 4
+        ({"max_draft": 50}, None, "near", 4),  # the server drafts up to 4
         ({"draft": "near"}, None, "near", 4),
         ({"draft": "lookup", "max_draft": 3}, None, "lookup", 3),
         ({}, 3, "near", 3),
@@ -247,7 +247,10 @@ def test_log_probabilities_are_those_of_the_library(
 
 
 def make_words(strips: bool | None) -> Callable[..., SpeculativeGenerator]:
-    """Return a maker of generators with sentence pieces, or bytes if strips is None."""
+    """Return a maker of generators.
+
+    Their tokenizer has sentence pieces, or bytes if `strips` is None.
+    """
 
     def make(prefixes: PrefixCache | None = None) -> SpeculativeGenerator:
         tokenizer = byte_tokenizer()
@@ -293,7 +296,7 @@ def test_text_and_offsets_begin_with_the_first_space(strips: bool | None) -> Non
             assert said.message.content == decode(
                 [token.model_extra["id"] for token in tokens]
             )
-            # The same holds in a stream in which a stop string holds tokens back.
+            # The offsets are right too if a stream holds tokens back for a stop string.
             for stop in (" a", "  "):
                 cut = {**request, "stop": stop, "stream": True, "logprobs": 0}
                 shown, offsets = "", []

@@ -1,4 +1,4 @@
-"""Requests as known clients send them, whole and streamed, with events in order."""
+"""Requests as known clients send them: whole answers, and streams of events."""
 
 import json
 from collections.abc import Iterator
@@ -514,7 +514,7 @@ def test_a_shape_of_a_client_is_taken(server: Server, name: str) -> None:
 
 
 def events(answer: Answer) -> list[tuple[str | None, Any]]:
-    """Return the names and data of a stream."""
+    """Return the name and the data of each event of a stream."""
     result = []
     for block in answer.body.decode().replace("\r\n", "\n").split("\n\n"):
         lines = [line for line in block.split("\n") if not line.startswith(":")]
@@ -538,7 +538,7 @@ def check_chat(seen: list[tuple[str | None, Any]], whole: Any) -> None:
         for field in joined:
             joined[field] += choice["delta"].get(field, "")
         for piece in choice["delta"].get("tool_calls", ()):
-            if piece["index"] == len(calls):  # only the first has id and name
+            if piece["index"] == len(calls):  # a call's first piece
                 assert piece["id"]
                 assert piece["function"]["name"]
                 calls.append({**piece["function"]})
@@ -564,7 +564,7 @@ def check_text(seen: list[tuple[str | None, Any]], whole: Any) -> None:
 
 
 def check_messages(seen: list[tuple[str | None, Any]], whole: Any) -> None:
-    """Check that one block is open at a time; all equal those of the whole answer."""
+    """Check that blocks are open one at a time, and equal those of the whole answer."""
     assert all(name == data["type"] for name, data in seen)
     kept = [data for _, data in seen if data["type"] != "ping"]
     assert kept[0]["type"] == "message_start"
@@ -601,7 +601,7 @@ def check_messages(seen: list[tuple[str | None, Any]], whole: Any) -> None:
 
 
 def check_responses(seen: list[tuple[str | None, Any]], whole: Any) -> None:
-    """Check the numbers, ids and indices of items; the last event holds all items."""
+    """Check event numbers, item ids and indices; the last event holds all items."""
     assert all(name == data["type"] for name, data in seen)
     data = [each for _, each in seen]
     assert [each["sequence_number"] for each in data] == [*range(len(data))]

@@ -46,7 +46,7 @@ def test_a_program_that_ends_ends_its_server() -> None:
             "SIGTERM",
             id="while a text comes",
         ),
-        # The prompt is read in one forward, which no handler of Python interrupts.
+        # The prompt is read in one forward, which Python cannot interrupt.
         pytest.param(
             ["--prefill-step-size", "40000", "--max-model-len", "40000"],
             {"prompt": "def f(x): return x\n" * 2000, "max_tokens": 8},

@@ -44,7 +44,7 @@ def test_a_second_request_on_a_connection_has_a_deadline_too(server: Server) -> 
         sent = {**KEY, "Connection": "keep-alive"}
         connection.sendall(packet(b"x", path="/", headers=sent))
         received = b""
-        while not received.endswith(b"\r\n\r\n1"):  # the head may arrive on its own
+        while not received.endswith(b"\r\n\r\n1"):  # the head can arrive alone
             received += connection.recv(1000)
         assert b" 200 " in received
         connection.sendall(b"POST / HT")

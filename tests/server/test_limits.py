@@ -178,7 +178,7 @@ def cancelled(server: Server) -> float:
 def test_a_client_that_leaves_is_counted_wherever_its_request_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One request runs; the others wait for a row, for the engine, for a grammar."""
+    """One request runs; three wait: for a row, for the engine and for a grammar."""
     busy, release = threading.Event(), threading.Event()
     real = Worker._admit
 
@@ -232,7 +232,7 @@ def test_what_takes_too_long_is_ended() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        # One request ran too long; the other may never have had a row.
+        # One request ran too long; perhaps the other never had a row.
         assert sorted(waiting) in ([503, 504], [504, 504])
         with pytest.raises(openai.APIError, match=r"more than 0\.5 seconds"):
             list(client.completions.create(**LONG, stream=True))
@@ -328,7 +328,7 @@ def test_web_pages_may_not_use_it_unless_they_are_named(server: Server) -> None:
 
 
 def test_the_last_event_of_an_engine_that_is_gone_is_read() -> None:
-    """The reason of a stopping engine is reported even when its end is seen first."""
+    """The last event of an engine is reported even if the engine is gone by then."""
 
     def gone() -> None:
         raise ApiError(503, "The engine has failed.")
@@ -389,7 +389,7 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
 def test_a_batch_that_fails_as_a_whole_begins_anew(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log reports the failure once, however many requests it ends."""
+    """The log reports the failure once, however many requests fail by it."""
     real = BatchGenerator.next
 
     def fail(batch: BatchGenerator) -> Any:
@@ -441,7 +441,7 @@ def test_an_engine_that_hangs_is_not_waited_for(
 def test_an_engine_has_ended_when_the_thread_of_the_system_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`stop` waits for that thread: a process that ends before its thread may abort."""
+    """`stop` waits for the system's thread: else the process could abort at its end."""
     paths: list[str] = []
 
     class Task:

@@ -1,4 +1,4 @@
-"""Long prompts are read in chunks: other texts go on, and waiting clients may leave."""
+"""Long prompts are read in chunks: other texts go on, and waiting clients can leave."""
 
 import threading
 from collections.abc import Iterator

@@ -83,8 +83,8 @@ class Wanted:
     """A request and its expected answer.
 
     Attributes:
-        known: prompt, sampling and plain decoding's result of each choice.
-        leave: bytes of the answer after which the client leaves; None: it stays.
+        known: of each choice, the prompt, the sampling and plain decoding's result.
+        leave: after so many bytes of the answer, the client leaves; None: it stays.
     """
 
     path: str
@@ -100,7 +100,7 @@ class Wanted:
 
 
 def tokenizer() -> TokenizerWrapper:
-    """Make a tokenizer of bytes and of the texts above, with tool calls in JSON."""
+    """Make a tokenizer whose tokens are bytes and the texts above; calls are JSON."""
     fast = byte_tokenizer(tuple(CALLS))._tokenizer
     fast.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
     return TokenizerWrapper(
@@ -334,7 +334,7 @@ def check(answer: Answer, wanted: Wanted, plain: SpeculativeGenerator) -> int:
             text = ""  # white space alone is no block
         if (choice["text"], choice["end"]) == (text, known.finish_reason):
             assert choice["ids"] in ([], known.tokens)
-        else:  # only rounding may make two texts differ
+        else:  # only by rounding can texts differ
             ids = choice["ids"] or plain.encode(choice["text"])
             chooser = Chooser(sampling, len(plain.tokenizer.get_vocab()))
             tokens = plain.encode(prompt)
@@ -348,7 +348,7 @@ def check(answer: Answer, wanted: Wanted, plain: SpeculativeGenerator) -> int:
 
 
 def counted(server: Server) -> Callable[..., float]:
-    """Return a function that sums the current metrics of a name and some labels."""
+    """Return a function that sums the current metrics with a given name and labels."""
     samples = [
         sample
         for family in text_string_to_metric_families(
@@ -399,7 +399,7 @@ def run(
     assert grown("generation_tokens_total") >= tokens
     assert texts - left <= grown("time_to_first_token_seconds_count") <= texts
     assert last("num_requests_running") == last("num_requests_waiting") == 0
-    assert last("rows_alone_total") == 0  # also those with schemas share forwards
+    assert last("rows_alone_total") == 0  # requests with schemas share forwards too
     places = server.worker.schemas._places
     until(lambda: places._value == Limits().schemas)
 
@@ -468,7 +468,7 @@ def test_bundled_models_get_their_texts(target: str) -> None:
 
     plain = SpeculativeGenerator.from_pretrained(folders[target])
     requests = Requests(4, plain, apis=[TEXTS], barred=(), longest=40)
-    wanted = [requests.text() for _ in range(130)]  # for about 200 texts
+    wanted = [requests.text() for _ in range(130)]  # about 200 texts
     with serving(make, prefixes=prefixes, max_rows=ROWS) as server:
         warm(server)
         before = bytes_in_use(server, prefixes)

@@ -37,7 +37,7 @@ from support.processes.servers import Answer, Listening, connect, get, packet, p
 from support.processes.wait_until import until
 from support.sampling.schemas import SCHEMAS, Schema
 
-# Seconds beyond a limit, for a busy machine and for starts of processes.
+# Seconds added to a limit: the machine can be busy, and processes have to start.
 SLACK = 30.0
 LONG = {
     "schema_seconds": 60.0,
@@ -55,7 +55,7 @@ PERSON = {
 
 
 def hostile(patterns: int = 26) -> dict[str, Any]:
-    """Return a schema of 1 KB; each pattern multiplies its compile time by 2.7."""
+    """Return a schema of 1 KB; a further pattern multiplies the compile time by 2.7."""
     each = (f".*{chr(ord('a') + i)}.{{{i}}}.*" for i in range(patterns))
     return {"allOf": [{"type": "string", "pattern": pattern} for pattern in each]}
 
@@ -72,7 +72,7 @@ def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
 
 
 def serving() -> AbstractContextManager[Server]:
-    """Run a server in this process, with limits under which schemas may take long."""
+    """Run a server in this process; its limits let schemas compile for long."""
     return servers.serving(make, draft=None, limits={**LONG, "max_tokens": 8000})
 
 
@@ -84,7 +84,7 @@ def _server() -> Iterator[Server]:
 
 
 def processes() -> dict[int, tuple[int, float]]:
-    """Return the parent's id and the megabytes of each running process, by its id."""
+    """Map the id of each running process to its parent's id and its own megabytes."""
     command = ["ps", "-A", "-o", "pid=,ppid=,rss=,stat="]
     listed = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [line.split() for line in listed.stdout.splitlines()]
@@ -114,7 +114,7 @@ def compilers_of(server: Server) -> set[int]:
 
 
 def asked(server: Listening, body: Any, **options: Any) -> Future[Answer]:
-    """Return the coming answer to a request."""
+    """Send a request from a new thread; return the future of its answer."""
     pool = ThreadPoolExecutor(1)
     answer = pool.submit(post, server, body, **options)
     pool.shutdown(wait=False)
@@ -193,7 +193,7 @@ def test_ending_waits_for_no_schema_and_for_no_client_that_does_not_read(
 
 @pytest.mark.slow
 def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
-    """A chat template may loop forever, and its thread cannot be stopped."""
+    """A chat template can loop forever, and its thread cannot be stopped."""
     folder = tmp_path / "model"
     shutil.copytree(DRAFT, folder)
     loop = "{% for i in range(99999) %}"
@@ -215,7 +215,7 @@ def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
 
 
 class Compilers:
-    """Compilers in this process, without a server."""
+    """Schema compilers without a server."""
 
     def __init__(self, **limits: Any) -> None:
         self.compilers = SchemaCompilers(Limits(**limits))
@@ -252,7 +252,10 @@ def walk(constraint: Constraint, seed: int, most: int = 60) -> Iterator[Any]:
 
 
 def refusal_of(schema: Schema, **limits: Any) -> tuple[str, float, float]:
-    """Return the refusal of a schema, the seconds it took, and peak memory in MB."""
+    """Return the refusal of a schema, its seconds, and its peak memory in MB.
+
+    The memory is that of the compiling process beyond that of its template process.
+    """
     made = Compilers(**limits)
     made(PERSON).close()
     assert made.compilers._template is not None
@@ -268,7 +271,7 @@ def refusal_of(schema: Schema, **limits: Any) -> tuple[str, float, float]:
             sizes = [size for parent, size in running.values() if parent == template]
             beside = [size - running[template][1] for size in sizes]
             most_megabytes = max([most_megabytes, *beside])
-            time.sleep(0.005)  # the child is niced, and would get no core
+            time.sleep(0.005)  # leaves a core to the niced child
     took = time.monotonic() - began
     made(PERSON).close()
     made.compilers.close()
@@ -324,7 +327,7 @@ def test_a_token_that_is_not_allowed_leaves_the_state(compiled: Compilers) -> No
 
 
 def test_a_step_that_fails_costs_no_other_one(compiled: Compilers) -> None:
-    """A matcher of the library that has failed once keeps failing."""
+    """After its first failure, a matcher of llguidance fails at every call."""
     schema = compiled(PERSON)
     state, other = schema.begin(), schema.begin()
     for _ in range(3):
@@ -356,7 +359,7 @@ def test_masks_that_take_too_long_end_their_text(
 def test_a_child_that_ends_before_its_schema_is_no_fault_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A child may end before its process id arrives; the template process goes on."""
+    """A child can end before its process id arrives; the template process goes on."""
 
     def made_without_limits(vocabulary: Any, limits: Any, check: Any) -> Template:
         return Template(vocabulary, {}, check)  # a child fails without limits

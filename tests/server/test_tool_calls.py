@@ -27,7 +27,7 @@ from support.processes.servers import NAME, client_of, serving
 
 NOW: tuple[str, dict[str, Any]] = ("now", {})
 ADD: tuple[str, dict[str, Any]] = ("add", {"a": 1, "b": "x"})
-# By mlx-lm's parser name: texts between the marks, and the calls in them.
+# For each parser of mlx-lm: texts between the marks, and the calls in them.
 CALLS: dict[str, list[tuple[str, list[tuple[str, dict[str, Any]]]]]] = {
     "json_tools": [
         ('{"name": "now"}', [NOW]),

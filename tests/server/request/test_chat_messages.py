@@ -54,7 +54,7 @@ def chat_tokenizer() -> TokenizerWrapper:
 
 
 def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
-    """Make a generator of the chat tokenizer."""
+    """Make a generator with the chat tokenizer."""
     model = build("llama", vocab=256 + len(EXTRA))
     return SpeculativeGenerator(
         model, chat_tokenizer(), draft="lookup", draft_length=3, prefix_cache=prefixes
@@ -233,7 +233,7 @@ def test_a_call_that_is_required_is_made(chat: Callable[..., Any]) -> None:
 
 
 def test_a_call_has_the_definitions_of_its_own_tool(chat: Callable[..., Any]) -> None:
-    """The references of each tool are to its own schema, as pydantic writes them."""
+    """Each tool's "$ref" is resolved in the schema of that tool."""
     tools = [
         {
             "type": "function",

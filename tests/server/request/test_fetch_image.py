@@ -27,7 +27,7 @@ fetch_local = partial(fetch_image, limits=LIMITS, private=True)
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers according to the path of the request."""
+    """Answers each request according to its path."""
 
     protocol_version = "HTTP/1.1"
     requests: ClassVar[list[tuple[str, str | None]]]
@@ -158,7 +158,7 @@ def test_an_answer_that_is_of_no_use_is_one_clear_error(
 def test_a_server_that_takes_its_time_is_left_at_the_deadline(
     place: str, path: str
 ) -> None:
-    """Bytes that arrive now and then, in the body or the headers, do not delay it."""
+    """Bytes that arrive now and then, in body or headers, do not move the deadline."""
     began = time.monotonic()
     with pytest.raises(InvalidRequestError, match="longer than"):
         fetch_local(f"http://{place}/{path}", limits=Limits(fetch_seconds=0.2))
@@ -230,7 +230,7 @@ def test_public_addresses_are_distinguished_from_others(
 
 
 def resolving(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
-    """Answer each name look-up with the next list of addresses; return the hosts."""
+    """Answer each name look-up with the next list of addresses; return the names."""
     hosts: list[str] = []
 
     def resolve(host: str, port: int, *args: Any, **more: Any) -> Any:
@@ -254,7 +254,7 @@ def test_all_addresses_of_a_name_have_to_be_public(
 def test_the_connection_goes_to_the_address_that_was_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The name is not resolved again, since it may lead elsewhere a moment later."""
+    """The name is not resolved again, because it could lead elsewhere by then."""
     hosts = resolving(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
     opened: list[Any] = []
 

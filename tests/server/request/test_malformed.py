@@ -29,7 +29,7 @@ from support.processes.servers import (
 
 GOOD: dict[str, Any] = {"model": NAME, "prompt": "GOOD", "max_tokens": 2}
 CHAT = "/v1/chat/completions"
-# Numbers of requests of each property test over sockets: by default, and if slow.
+# Numbers of requests that a property test sends, in usual runs and in slow ones.
 EXAMPLES = pytest.mark.parametrize(
     "examples", [60, pytest.param(5000, marks=pytest.mark.slow)]
 )
@@ -240,7 +240,7 @@ def test_what_is_no_request_is_refused(
     exchange(server, sent).refused(status)
 
 
-# Fields from which a proxy may read another length of the body than this server.
+# From these fields, a proxy could infer another body length than this server does.
 CODINGS = [
     "Transfer-Encoding: chunked",
     "transfer-encoding: identity",
@@ -265,7 +265,7 @@ def test_a_length_and_a_coding_together_are_refused(
     answer = exchange(server, head + body + smuggled)
     error = answer.refused(400)
     assert error["message"]
-    assert answer.body.count(b"HTTP/") == 0  # one answer, then closed
+    assert answer.body.count(b"HTTP/") == 0  # no second answer follows
 
 
 @pytest.mark.parametrize(

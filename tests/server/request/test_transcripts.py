@@ -159,7 +159,7 @@ def test_empty_results_and_those_of_images_are_texts() -> None:
 
 
 def test_a_deferred_tool_is_described_where_it_is_named() -> None:
-    """Its schema among the other tools would change the prefix that all turns share."""
+    """In the list of tools, it would change the prefix that all turns share."""
     late = {**TOOL, "name": "late", "defer_loading": True}
     hidden = {**TOOL, "name": "DeferredToolPlaceholder", "defer_loading": True}
     before = messages(turn("user", "Q"), tools=[TOOL, hidden])
@@ -204,7 +204,11 @@ def test_a_server_without_drafts_takes_a_draft_length_of_0() -> None:
 
 
 def allowed(api: str, mode: str, *names: str) -> tuple[list[str], Any]:
-    """Allow `names` of three tools; return the tools shown and those to choose from."""
+    """Return two lists of tools for a request that allows `names` of three tools.
+
+    The first names the tools in the prompt. The second names the tools for a
+    required call; it is None if no call is required.
+    """
     three = [{**FUNCTION["function"], "name": name} for name in ("f", "g", "h")]
     if api == "chat":
         named: Any = [{"type": "function", "function": {"name": n}} for n in names]
@@ -283,7 +287,7 @@ def test_reasoning_is_replayed_by_every_api() -> None:
 
 
 def test_reasoning_without_an_answer_is_not_that_of_a_later_turn() -> None:
-    """A response that was cut while thinking consists of reasoning only."""
+    """A response that ends within its thinking consists of reasoning only."""
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "T"}]}
     answer = turn("assistant", "A")
     made = responses(turn("user", "Q"), thought, turn("user", "R"), answer)
@@ -366,7 +370,7 @@ HISTORY = [
 
 
 def template_of(name: str) -> ChatTemplate:
-    """Return a template over a byte tokenizer whose tool calls can be parsed."""
+    """Return a chat template; its byte tokenizer has a parser of tool calls."""
     plain = byte_tokenizer()._tokenizer
     plain.chat_template = TEMPLATES[name]
     wrapped = TokenizerWrapper(
