@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No deadline: the first example compiles kernels, and the machine may be busy.
+# No deadline: the first example compiles kernels, and the machine can be busy.
 # Few examples: every run draws new ones, and make test-long draws many.
 settings.register_profile("default", deadline=None, print_blob=True, max_examples=25)
 settings.register_profile(
@@ -92,7 +92,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _fixed_lengths() -> None:
-    """Fix the default draft length, so that tests do not depend on measured times."""
+    """Set a fixed default draft length: tests must not depend on measured times."""
     from support import usual_length
 
     usual_length.install()
@@ -202,7 +202,8 @@ def _exact_buffers() -> Iterator[None]:
 def _on_the_cpu() -> Iterator[None]:
     """Compute on the CPU, for tests of stock operations on machines with CUDA.
 
-    CUDA rounds float32 products more coarsely, and has kernels for more operations.
+    CUDA rounds float32 products more coarsely, and models/cuda replaces operations that
+    models/cpu keeps.
     """
     with mx.stream(mx.cpu):
         yield

@@ -1,4 +1,4 @@
-"""The quick combinations of `covering` have every value, and all values of pairs."""
+"""Quick combinations of `covering` have each value, and the pairs that are required."""
 
 from itertools import product
 from typing import Any

@@ -27,7 +27,7 @@ def _write(root: Path, files: dict[str, str]) -> None:
             },
             1.5,
         ),
-        (  # a container may show the path of its host
+        (  # a container can show the path of its host
             {
                 "proc/self/cgroup": "3:memory:/x\n2:cpu,cpuacct:/docker/ab\n0::/\n",
                 "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",

@@ -48,7 +48,7 @@ def cut_ring() -> None:
 
 
 class Drawing:
-    """Draws tokens at random, and does not report their distributions."""
+    """Calls `choose`, but proposes a token without its distribution."""
 
     def begin(self, sequence: Sequence) -> None: ...
 

@@ -34,7 +34,7 @@ BEHIND = re.compile(r"(^|_)behind(_|$)")
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:[ ]+.*\n|\n)+)", re.MULTILINE)
 ENTRY = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*):")
 
-Nodes = Sequence[Any]  # the nodes of a module with names or docstrings
+Nodes = Sequence[Any]  # a module's nodes that have names or docstrings
 Breaches = Iterator[tuple[int, str]]  # (line, text of the breach)
 
 
@@ -108,7 +108,7 @@ def arguments(node: Any) -> list[ast.arg]:
 
 
 def stale_entries(nodes: Nodes) -> Breaches:
-    """Yield arguments and attributes of docstrings that the code does not have."""
+    """Yield the arguments and attributes that a docstring lists and the code lacks."""
     for node in nodes:
         if not isinstance(node, (ast.ClassDef, *FUNCTION)):
             continue

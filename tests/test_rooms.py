@@ -155,13 +155,13 @@ BELOW = {
     "models": {"caches", "samplers", *SHARED},
     "engine": {"models", "caches", "samplers", *SHARED},
 }
-# Only these parts of src/mlx_speculation import the engine.
+# Only these parts of src/mlx_speculation may import the engine.
 DOORS = {f"{FRONT}/{name}" for name in ("__init__", "cli", "server", "training")}
 
 
 @cache
 def modules() -> tuple[str, ...]:
-    """Return every product module, by its path without `.py`."""
+    """Return the paths of all product modules, without `.py`."""
     paths = [
         path.relative_to(ROOT).with_suffix("").as_posix()
         for folder in (*FOLDERS, FRONT)

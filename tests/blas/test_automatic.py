@@ -99,8 +99,8 @@ def test_the_program_and_what_it_starts_keep_their_environment() -> None:
     assert run_python(code, **CLEAN) == ["True"]
 
 
-# mlx-lm is slow to load, so the program leaves it out. The first line also blocks
-# torch, since a line for that would shift the numbers of the others.
+# mlx-lm is slow to load, so the program leaves it out. The first line blocks torch too:
+# a separate line would shift the numbers of the others.
 MLX_FIRST = """import sys; sys.modules["torch"] = None; import mlx.core
 {use}
 import mlx_speculation

@@ -1,4 +1,4 @@
-"""The choice of a BLAS; each case is a process, since a process chooses only once."""
+"""The choice of a BLAS; each case is a process: a process chooses only once."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def test_openblas_answers_the_calls_of_mlx(name: str) -> None:
         f"choice = use_blas({name!r}); assert choice.detail == blas_in_use()\n"
         "print(choice.name, '|', choice.detail)" + ADDS_UP_IN_ORDER
     )
-    # The OpenBLAS of the wheel comes before that of the system.
+    # The OpenBLAS of the wheel is preferred to that of the system.
     assert report.startswith(f"openblas | OpenBLAS {wheel_version() or ''}")
     assert "thread" in report
     assert in_order == "False"
@@ -188,7 +188,7 @@ NO_WHEEL = (
 
 @pytest.fixture(name="own_system", scope="module")
 def _own_system(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return code that makes a copy of the wheel's OpenBLAS the system's OpenBLAS."""
+    """Return code that lets a copy of the wheel's OpenBLAS stand for the system's."""
     library = tmp_path_factory.mktemp("system") / "system.so"
     openblas_wheel._write(library)
     return (

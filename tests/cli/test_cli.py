@@ -24,7 +24,7 @@ PROMPT = "def add(first, second):\n"
 def test_demo_finds_the_same_tokens_for_every_target_and_group(
     groups: int, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts are cut, since the stock BLAS is slow. tests/docs runs the whole demo."""
+    """Prompts are cut: the stock BLAS is slow. tests/docs runs the whole demo."""
     prompts = [replace(each, text=each.text[:20]) for each in one_prompt_per_group()]
     monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts[:groups])
     monkeypatch.setattr(f"{DEMO}._Teller._warm", lambda *_: None)

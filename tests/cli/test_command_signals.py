@@ -1,4 +1,4 @@
-"""A first SIGINT or SIGTERM ends a command in order, a second one within 2 seconds."""
+"""The first SIGINT or SIGTERM ends a command in order; a second one ends it fast."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The page of a generation: its contents, which no text can break."""
+"""The page of a generation: its contents; no text can break it."""
 
 import json
 from collections import Counter
@@ -150,7 +150,7 @@ def test_a_page_of_a_real_generation_marks_rounds_and_counts() -> None:
     for place, reached in enumerate(stats.reached):
         assert reached - counted.get(f"draft, accepted at place {place + 1}", 0) in (
             0,
-            1,  # max_tokens may cut the last round
+            1,  # max_tokens can cut the last round
         )
     for each, chunk in zip(json.loads(read.details), chunks, strict=True):
         assert chunk.logprob is not None

@@ -14,7 +14,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def arms() -> list[Arm]:
-    """Return plain arms of 110 and 55 tokens/s, and two drafts with three lengths."""
+    """Return plain arms of 110 and 55 tokens/s, and arms of two drafts, three each."""
     made = arms_of(["model", "lookup"], [None, 1, 4])
     for number, arm in enumerate(made[2:]):
         arm.speeds = [120.0 + number, 130.0 + number, 135.0 + number]

@@ -421,7 +421,7 @@ def test_no_value_of_an_option_is_a_traceback(
 ) -> None:
     words = [*PLAIN]
     for option, value in options:
-        if option == "--html":  # any value is a file in the test's folder
+        if option == "--html":  # each value names a file in a test folder
             shutil.rmtree(tmp_path / "pages", ignore_errors=True)
             (tmp_path / "pages").mkdir()
             value = str(tmp_path / "pages" / value.replace("/", "_")[:40])

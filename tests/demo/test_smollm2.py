@@ -139,7 +139,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """Return a package with a tiny model, and the name and hash of its file."""
+    """Return a package with a tiny model, and the name and hash of the model's file."""
     gguf = write_gguf(tmp_path / "x.gguf", tiny_llama(tied=True))
     with zipfile.ZipFile(tmp_path / "small.whl", "w") as archive:
         archive.write(gguf, "small/x.gguf")

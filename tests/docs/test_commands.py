@@ -1,7 +1,7 @@
 """Every command in a shell block of the README and the documentation is valid.
 
-Our commands run on the smallest bundled model; those that serve or download are only
-parsed. Commands of other programs do not run: each check says why.
+Our commands run on the smallest bundled model; long ones run in slow tests only, and
+`serve` is only parsed. Commands of other programs do not run: each check says why.
 """
 
 import re

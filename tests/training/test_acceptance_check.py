@@ -1,4 +1,4 @@
-"""Acceptance on recorded text equals that of rounds; a draft that pays is named."""
+"""Acceptance on recorded text equals that of rounds; speculation.json names a draft."""
 
 import json
 from pathlib import Path

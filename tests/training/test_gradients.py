@@ -109,7 +109,7 @@ def reference_loss(
 
 
 def test_the_gradient_by_logits_is_that_of_the_formula() -> None:
-    """A gradient has the dtype of its logits, and is 0 where no token counts."""
+    """A gradient has the dtype of its logits; it is 0 where `likeliest` is -1."""
     draw = np.random.default_rng(1)
     logits, wanted = draw.normal(size=(2, 2, 3, 11)) * 3
     likeliest = np.array([[0, -1, 10], [4, 5, -1]])

@@ -169,7 +169,7 @@ def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
 def test_a_long_timing_does_not_cut_the_dialogues(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiling may take half of the minutes on a GPU."""
+    """Compiling can take half of the minutes on a GPU."""
     monotonic, passed = time.monotonic, [0.0]
     monkeypatch.setattr("time.monotonic", lambda: monotonic() + passed[0])
 

@@ -15,7 +15,7 @@ from support.models import mtp_checkpoints
 from support.models.eagle_checkpoints import write_eagle
 from support.references.reference_target import Known, target
 
-# Some heads have no list of layers.
+# The config.json of some heads lists no layers of the target.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
 SLOTS, DEPTHS = 9, 4
@@ -65,7 +65,7 @@ def test_an_eagle_head_is_unrolled_as_it_drafts(
     "name", ["qwen3_next", "mimo", "deepseek_v3", "step3p5", "mimo_v2_flash"]
 )
 def test_an_mtp_head_is_unrolled_as_it_drafts(name: str) -> None:
-    """Layers may be chained: layer k of "step3p5" makes draft k."""
+    """Layers can be chained: layer k of "step3p5" makes drafted token k."""
     _, model, head = mtp_checkpoints.make(name)
     layout = mtp_checkpoints.LAYOUTS[name]
     head._chained = mtp_checkpoints.family(layout).layers == "chained"

@@ -71,7 +71,7 @@ def test_without_room_every_turn_reads_all(commands: Commands) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--no-replay"]], ids=str)
 def test_replay_can_be_turned_off(commands: Commands, options: list[str]) -> None:
-    """The ids of a sampled answer are seldom those to which its text is encoded."""
+    """Encoding the text of a sampled answer seldom gives the sampled ids again."""
     drawn = ["--temp", "2", "--seed", "26", *options]
     report = talk(commands, "def add(a):\nend\n", DRAFT, *drawn)
     first, second = report["turns"]
@@ -171,7 +171,7 @@ def test_one_ctrl_c_at_the_prompt_of_a_terminal_does_not_end_it(
     turns: int,
     status: int,
 ) -> None:
-    """Ctrl-C at the prompt may be meant for an answer that has just ended."""
+    """Ctrl-C at the prompt can be meant for an answer that has just ended."""
     lines = iter(pressed)
 
     def answer_prompt(prompt: str) -> str:

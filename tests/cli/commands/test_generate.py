@@ -359,7 +359,7 @@ def test_an_image_is_asked_about(commands: Commands, tmp_path: Path) -> None:
 def test_a_text_model_is_asked_about_no_image(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text model is refused as such, even without mlx-vlm."""
+    """Even without mlx-vlm, the error says that the model reads text only."""
     monkeypatch.setattr(
         "mlx_speculation.models.vision.load.find_spec", lambda name: None
     )

@@ -129,7 +129,7 @@ def test_ctrl_c_in_a_check_says_how_far_it_came(
 def test_check_says_whether_exact_mode_keeps_its_promise(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """After a failed check, generators refuse exact mode with this number of rows."""
+    """After a failed check, generators refuse exact mode with the checked row count."""
     from mlx_speculation.engine.equivalence import exact_rows
 
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))

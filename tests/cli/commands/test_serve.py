@@ -94,7 +94,7 @@ def test_it_serves_until_a_signal_ends_it() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="signals one thread by its number")
 def test_a_signal_that_another_thread_takes_ends_it_too() -> None:
-    """The system may deliver a signal to any thread of the process."""
+    """The system can deliver a signal to any thread of the process."""
     with served("--draft", "none") as (process, _):
         threads = Path("/proc", str(process.pid), "task").iterdir()
         last = max(int(each.name) for each in threads)
@@ -104,7 +104,7 @@ def test_a_signal_that_another_thread_takes_ends_it_too() -> None:
 
 @pytest.mark.slow
 def test_replay_can_be_turned_off() -> None:
-    """The ids of a sampled answer are seldom those to which its text is encoded."""
+    """Encoding the text of a sampled answer seldom gives the sampled ids again."""
     prompt = "def add(first, second):"
     drawn = {"max_tokens": 24, "temperature": 2.0, "seed": 32}
     with served("--draft", "none", "--no-replay") as (_, url):
@@ -155,7 +155,7 @@ def test_without_its_library_it_says_what_to_install(
 def test_an_empty_key_of_the_environment_is_refused(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """An empty key would let the server run without one."""
+    """Otherwise, an empty key would start a server that asks for no key."""
     monkeypatch.setenv("MLX_SPECULATION_API_KEY", key)
     assert "MLX_SPECULATION_API_KEY" in commands.refused("serve", DRAFT, "--port", "0")
     # The option overrides the environment.
