@@ -1,7 +1,8 @@
 """Selects the combinations of parameters that `make test` runs; the others are slow.
 
-Most faults show with one value of a parameter, or with a pair of values of two. So the
-quick combinations have every value, and every pair of the parameters named as pairs.
+Most faults show with one value of one parameter, or with a pair of values of two
+parameters. So the quick combinations contain every value of each parameter. For named
+pairs of parameters they also contain every pair of values.
 """
 
 from collections import Counter
@@ -22,12 +23,13 @@ def covering(
 ) -> list[Any]:
     """Return every combination, for pytest's parametrize; a few of them are quick.
 
-    `covering("abc", (1, 2, 3, 4))` returns 12, of which 4 are quick: a1, b2, c3 and a4.
+    `covering("abc", (1, 2, 3, 4))` returns 12 combinations. Quick: a1, b2, c3 and a4.
 
     Args:
         values: the values of each parameter.
-        pairs: two parameters each, by index; every pair of their values is quick.
-        quick: a parameter, by index, and its values that may be quick.
+        pairs: pairs of parameters, by index; every pair of their values is quick.
+        quick: the index of a parameter, and some of its values. Combinations with
+            another value of this parameter are slow.
     """
     lists = [list(each) for each in values]
     places = list(product(*(range(len(each)) for each in lists)))

@@ -58,8 +58,8 @@ def both(
 ) -> tuple[Answer, Answer]:
     """Return mlx-lm's answer without a draft, and ours.
 
-    `ours` and `theirs` are options of one alone, `options` of both. Both streams are
-    closed after `count` responses.
+    `ours` and `theirs` are options of one function alone, `options` are those of both.
+    Both streams are closed after `count` responses.
     """
     expected = Answer.of(
         mlx_lm.stream_generate(model, tokenizer, prompt, **options, **(theirs or {})),

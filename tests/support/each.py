@@ -13,7 +13,7 @@ from typing import Any
 def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
     """Call a test with every combination of values, until one fails.
 
-    All combinations share the test's fixtures, so it must not patch or write anything.
+    All combinations share the fixtures, so the test must not patch or write anything.
     """
     lists = {name: list(of) for name, of in values.items()}
     assert all(lists.values()), "a parameter without values would test nothing"

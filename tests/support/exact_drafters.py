@@ -49,8 +49,8 @@ class Found:
     tokens: int  # number of differing tokens, in exact mode
     logprobs: int  # number of differing log-probabilities, in exact mode
     control: int  # like `logprobs`, but without exact mode; may be above 0
-    accepted: int  # number of drafted tokens, in exact mode
-    rejected: int
+    accepted: int  # number of accepted tokens, in exact mode
+    rejected: int  # number of rejected tokens, in exact mode
 
 
 @contextmanager
@@ -136,7 +136,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 def written(
     model: nn.Module, draft: Any, sampling: Sampling, *, exact: int | bool = ROWS
 ) -> Result:
-    """Return a text, in exact mode with views that grow by `STEP`, or without it."""
+    """Return a generated text; in exact mode, the views grow by `STEP`."""
     with patch(
         "mlx_speculation.engine.options.generator.FixedShape",
         lambda rows: FixedShape(rows, STEP),

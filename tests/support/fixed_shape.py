@@ -104,7 +104,10 @@ def compare_wide_prompt(name: str, length: int, prompt: int) -> None:
 
 
 def compare(names: Sequence[str], length: int, seeds: Sequence[int]) -> None:
-    """Print per architecture: rows that differ in exact mode, without it, all rows."""
+    """Print counts of each architecture's rows.
+
+    They are: rows that differ in exact mode, rows that differ without it, all rows.
+    """
     text = text_of(length)
     for name in names:
         model = build(name) if name in TINY_MODELS else census.build(name)

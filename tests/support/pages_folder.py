@@ -20,7 +20,8 @@ TEMPLATE = (
 def fill(folder: Path) -> None:
     """Put the smallest bundled model at the paths that the pages use.
 
-    The folder `UNTRAINED` has only its config. The chat model has a chat template too.
+    The folder `UNTRAINED` has only the model's config. The model at `CHAT` also has a
+    chat template.
     """
     small = demo_models()["draft"]
     for name in (TARGET, DRAFT, HEAD):

@@ -3,7 +3,7 @@
 Each core has a worker of pytest.
 - A BLAS may use one thread: waiting threads would spin on the cores of other workers.
 - By default a woken thread of mlx takes the core from the thread that is about to hand
-  over the next operation, 100,000 times in a test of texts. SCHED_BATCH lets it wait.
+  over the next operation, 100,000 times in a test of texts. With SCHED_BATCH it waits.
 - mlx keeps its reference BLAS, with which rows are equal bit for bit.
 - A worker is pinned to a core: waking threads on another one costs a tenth of its time.
 - The garbage collector is off until all modules are imported: it would take a fifth of

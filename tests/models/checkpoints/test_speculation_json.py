@@ -1,4 +1,4 @@
-"""speculation.json: fields are checked; paths may not leave the parent folder."""
+"""speculation.json: its fields are checked, and paths that lead away are refused."""
 
 import json
 from pathlib import Path

@@ -22,7 +22,7 @@ from support.models.tiny_models import TINY_MODELS, build
 
 IDS = [200, 3, 17, 255, 0]
 TOKENS = mx.array([[7, 200, 31, 5]])
-# Models that use their embedding as output layer, or change their logits after it.
+# Models whose embedding is also the output layer, or that change its logits.
 TIED = ("gemma3_text", "gemma4_text", "recurrent_gemma")
 
 
@@ -116,7 +116,7 @@ def test_models_that_do_something_by_the_place_of_a_logit_are_refused(
 
 
 def test_a_model_that_writes_logits_by_their_ids_is_refused() -> None:
-    """phi3small masks ids past the end of reduced logits, which mlx does not check."""
+    """phi3small writes past the end of reduced logits; mlx does not check bounds."""
     with pytest.raises(UnsupportedModelError, match="by their ids"):
         ReducedOutput(find_parts(census.build("phi3small")), IDS)
 

@@ -50,7 +50,7 @@ def _written(tmp_path_factory: pytest.TempPathFactory) -> Write:
 
 @pytest.fixture(name="changed")
 def _changed(written: Write, tmp_path: Path) -> Write:
-    """Return a function that makes a copy of a checkpoint, which a test may change."""
+    """Return a function that copies a checkpoint, for tests that change the copy."""
 
     def one(name: str) -> Checkpoint:
         made = written(name)

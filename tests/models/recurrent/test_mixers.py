@@ -1,7 +1,8 @@
 """The table of mixers has every class of mlx-lm that writes to an `ArraysCache`.
 
-A class counts if it assigns to an item of a variable named `cache`. As a check of this
-rule, every module that makes an `ArraysCache` has a tiny model that needs no reruns.
+Such a class assigns to an item of a variable that has "cache" in its name. As a check
+of this rule, every module that makes an `ArraysCache` has a tiny model that needs no
+reruns.
 """
 
 import ast

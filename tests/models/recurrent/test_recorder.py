@@ -81,7 +81,7 @@ def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
 
     One row and several rows may round differently, in products and in formulas. So the
     bound is the difference between feeding the kept rows at once and one by one. Plain
-    decoding has that difference too. The table of tiny models may promise equal bits.
+    decoding has that difference too. Models that are `bitwise` must have equal bits.
     """
     model = build_recurrent(name)
     start = prefilled(model)

@@ -22,7 +22,7 @@ WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=3)
 SINGLE_ROWS = st.lists(st.just(1), min_size=1, max_size=4)
 PROMPTS = st.lists(st.integers(0, 12), min_size=1, max_size=3)
 BEGINNINGS = ("merged", "left", "right")
-ENDINGS = {  # ending -> whether the kept rows stay
+ENDINGS = {  # ending -> whether the tokens that `Plan.keep` counts stay
     "commit": True,
     "prepare, commit": True,
     "whole": True,
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round, like `cache_twins.Plan`; `keep` has a number for each row."""
+    """One round, like `cache_twins.Plan`; `keep` counts the kept tokens of each row."""
 
     widths: tuple[int, ...]
     keep: tuple[int, ...]
@@ -199,7 +199,7 @@ class Batch(Counting):
         return written
 
     def write(self, shown: Any, plan: Plan) -> list[list[Rows]]:
-        """Write all forwards; if watched, compare each row's view with its twin's."""
+        """Write new tokens; if watched, compare each row's view with its twin's."""
         written: list[list[Rows]] = [[] for _ in self.rows]
         twins = [detached(row.twin) for row in self.rows] if plan.watch else []
         after = 0

@@ -1,6 +1,6 @@
 """Compares batch caches with single native caches, one for each row.
 
-A token has its position and serial number as key and value, as in `cache_twins`.
+Keys and values contain a token's position and serial number, as in `cache_twins`.
 Padding has negative positions and serial number 0.
 """
 

@@ -1,7 +1,7 @@
 """Compares caches with their twins: native caches that are fed only the kept tokens.
 
-Every row has its position and a serial number as key and value (`tagged`). So a test
-notices a row in the wrong place, and a rejected row in the place of a kept one.
+Key and value of a row both contain its position and its serial number (`tagged`). So a
+test notices a row in the wrong place, and a rejected row in the place of a kept one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -239,9 +239,8 @@ class RingKind:
         index, wraps = cache._idx, cache.offset + rows.width > cache.max_size
         shown = _attend(cache, rows, self.narrow)
         if self.keep and rows.width > 1 and wraps:
-            del shown[
-                1
-            ]  # unlike the native mask, see tests/caches/journals/test_rotating_kv.py
+            # The mask differs from mlx-lm's; see caches/journals/test_rotating_kv.py.
+            del shown[1]
         return [index, *shown, cache._idx]
 
     def content(self, cache: Any, probe: int) -> list[Any]:

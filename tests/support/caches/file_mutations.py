@@ -1,7 +1,8 @@
 """Random damage to files of caches.
 
-Most damaged files are well-formed safetensors, and most in our own format have a
-correct digest, as an attacker would write it. The caches' own checks must find it.
+Most damaged files are well-formed safetensors. Most of those in our own format have a
+correct digest, as an attacker would write it: the caches' own checks must find the
+damage.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Makes caches that mlx-lm 0.31.3 and earlier versions have saved for the tests.
+"""Saves caches with mlx-lm 0.31.3 or an earlier version, as files for the tests.
 
-Each version wrote its own files in tests/caches/files/data:
+The files in tests/caches/files/data were written by one run with each version:
 
     PYTHONPATH=FOLDER python tests/support/caches/mlx_lm_031.py VERSION OUT
 
-FOLDER holds the version. Files of versions before 0.31 must be refused.
+FOLDER contains that mlx-lm. Tests require that files from before 0.31 are refused.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""Caches of several roles, with rows that identify their text, and test requests.
+"""Requests to a prefix cache, for several roles; rows of caches identify their text.
 
-A role is a target, a draft model or a head. Row m holds the position m + 1 and a digest
-of the lag and of the tokens on which the row depends.
+A role is a target, a draft model or a head. Row m of its caches depends on the tokens
+[0, m + lag]. It holds the position m + 1, and a digest of the lag and of these tokens.
 """
 
 from collections.abc import Sequence
@@ -90,8 +90,8 @@ def request(
 ) -> dict[int, tuple[int, list[int]]]:
     """Play a request; return reused tokens and restore points of each role.
 
-    `roles` has the kind of each role, and how many last tokens its caches lack. The
-    request begins without its last token. Restore points may not fit into memory.
+    `roles` has the kind of each role, and how many last tokens its caches lack. All
+    tokens but the last are looked up. Restore points beyond the memory are dropped.
     """
     left: list[Left] = []
     running: list[Any] = []

@@ -30,7 +30,7 @@ from support.caches.cache_twins import (
 )
 
 ROUNDS = 4_000
-# Factors of the number of rounds: in the default profile, and at most in others.
+# Factors of the number of rounds: QUICK in the default profile, at most LONG in others.
 QUICK, LONG = 0.25, 25
 
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
@@ -131,7 +131,7 @@ class Twins(Counting):
         return written
 
     def write(self, caches: list[Any], plan: Plan, views: list[Any]) -> list[Rows]:
-        """Write all rows; if watched, collect each view and that of a native copy."""
+        """Write all rows; if watched, collect the views of the cache and of a copy."""
         native = detached(self.cache) if plan.watch != "never" else None
         cache = caches if isinstance(self.cache, list) else caches[0]
         written, after = [], 0

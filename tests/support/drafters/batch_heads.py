@@ -83,16 +83,17 @@ class KnowingMtp:
     """A head that knows the texts of all rows, and checks its inputs.
 
     A slot pairs a state with the next token. In committed text the state is the
-    target's, in a draft it is the head's state of the slot before. When a chain begins,
-    a row's cache must hold its text in order. `wrong` says where it predicts wrong.
+    target's, in a draft it is the head's state of the slot before. When a draft begins,
+    a row's cache must hold the row's text in order. `wrong` returns whether the head
+    predicts the token at a position wrong.
     """
 
     known: KnownTexts
     head: KnowingHead = field(default_factory=KnowingHead)
     wrong: Callable[[int], bool] = lambda position: position % 7 == 3
     fed: list[tuple[str, int, int]] = field(default_factory=list)  # method, rows, slots
-    chains: int = 0
-    unknown: int = 0  # chains whose first slot is in no text
+    chains: int = 0  # drafts whose first slot is in a text
+    unknown: int = 0  # drafts whose first slot is in no text
 
     def rows(self, *args: Any) -> HeadOutput:
         """Raise: no caller needs all rows of a head with one layer."""
@@ -114,7 +115,7 @@ class KnowingMtp:
         cached = _cached_rows(caches[0])
         logits, state_ids = [], []
         for row, (text, position) in enumerate(places):
-            if text < 0:  # right for a row without a state, whose draft is unused
+            if text < 0:  # as in a row without a state, whose draft is not used
                 self.unknown += self._first
                 logits.append(0)
                 state_ids.append(0.0)
@@ -162,7 +163,7 @@ class KnowingMtp:
         return -1, -1  # padding: in no text
 
     def _check(self, cached: list[list[int]], text: int, position: int) -> None:
-        """Require that a row's cache has the text to `position`, or the last window."""
+        """Require that a row's cache has its text, or window, up to `position`."""
         tokens = self.known.texts[text]
         whole = [[i, tokens[i + 1]] for i in range(position + 1)]
         window = self.head.window
@@ -199,7 +200,7 @@ class HeadBench(Bench):
         """Return a generator with a draft of a kind; `batches.Bench` has further kinds.
 
         "mtp" and "eagle" know the texts. "sliding" is "mtp" with a window; "reduced" is
-        "mtp" that drafts even ids; "random" is an EAGLE-3 head with random weights.
+        "mtp" with only even ids; "random" is an EAGLE-3 head with random weights.
         """
         if kind not in (*KNOWING, "random"):
             return Bench.generator(self, kind, **options)

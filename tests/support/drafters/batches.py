@@ -25,7 +25,7 @@ from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = TINY_MODELS | RECURRENT_MODELS
-LONGEST = 20  # longer than a window, which the prompt therefore leaves
+LONGEST = 20  # tokens of a text, more than a window: the prompt leaves the window
 PROMPTS = (1, 2, 6, 17, 23, 40)  # tokens; windows are 16
 SAMPLINGS = (
     Sampling(),

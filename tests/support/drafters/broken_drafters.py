@@ -34,7 +34,7 @@ class BrokenError(Exception):
 
 @dataclass(slots=True)
 class Happened:
-    """Counts of a planned fault."""
+    """Numbers of faults that have happened, and of calls after them."""
 
     faults: int = 0
     later: int = 0  # calls after the fault, except discard
@@ -43,7 +43,7 @@ class Happened:
 def _said(draft: Proposal, limit: int, token: int) -> Proposal:
     """Lengthen a draft to the limit, with `token` as its last id.
 
-    While a plain step is in flight, a draft of one token would not be checked.
+    A draft of one token would not be checked while a plain step is in flight.
     """
     said = [*draft.tokens.tolist(), *[0] * limit][: limit - 1]  # type: ignore[misc]
     return replace(draft, tokens=mx.array([*said, token], mx.int32))
@@ -55,8 +55,8 @@ def broken(
 ) -> Iterator[Happened]:
     """Let the nth call of a drafter's method, counted from 1, go wrong.
 
-    With a `how` of `RAISES`, the call raises before or after it acts. With a key of
-    `WRONG`, "propose" returns that result.
+    If `how` is one of `RAISES`, the call raises before or after it acts. If it is a key
+    of `WRONG`, `call` must be "propose", and the call returns that faulty result.
     """
     happened, calls = Happened(), 0
     originals = {name: getattr(owner, name) for name in CALLS}

@@ -86,7 +86,7 @@ def of_eagle(draft: EagleDraft) -> FromNothing:
 
 
 def of_peagle(draft: PEagleDraft) -> FromNothing:
-    """Return the twin of a P-EAGLE head, with one forward for each drafted token."""
+    """Return a function that drafts with one forward of a P-EAGLE head per token."""
     eagle, taps = draft.eagle, draft.taps
 
     def one_by_one(sequence: Sequence, count: int, choose: Choose) -> list[int]:

@@ -154,7 +154,8 @@ def _draw(model: Any, module: str, args: dict[str, Any]) -> None:
         if {"weight", "scales", "biases"} <= layer.keys():
             _randomise_two_bits(layer)
     # One module masks certain ids, so its vocabulary contains them. Its embeddings are
-    # also its output layer: zeros give ids from 256 on the logit 0, which never wins.
+    # also its output layer. Rows of zeros there give these ids the logit 0, which never
+    # wins.
     if args["vocab_size"] > COMMON["vocab_size"]:
         model.model.embed_tokens.weight[COMMON["vocab_size"] :] = 0
     mx.eval(model.parameters())

@@ -37,9 +37,10 @@ Weights = dict[str, mx.array]
 class Layout:
     """Layout of a family's checkpoints.
 
-    `names` and `block_names` map our names of parts to names in files: {k} is a layer
-    of the head from 0, {n} is {k} plus the number of the target's layers, {b} is a
-    block. `copies` maps names in files to the tensors of the target that they copy.
+    `names` and `block_names` map our names of parts to names in files. In these, {k} is
+    the index of a layer of the head, {n} is {k} plus the number of the target's layers,
+    {b} is the index of a block. `copies` maps names in files to the tensors of the
+    target that they copy.
     """
 
     module: str  # the target's module in mlx_lm.models

@@ -40,7 +40,7 @@ RECURRENT_MODELS: dict[str, TinyModel] = {
     if recurrent_caches(structure(tiny))
 }
 
-# Their mixers have no replay: they run again over the inputs of accepted tokens.
+# Models whose mixers have no replay, and run again over the inputs of accepted tokens.
 RUN_AGAIN = ("jamba", "mamba", "rwkv7")
 
 

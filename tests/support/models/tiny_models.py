@@ -20,7 +20,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import base
 
-# ModelArgs.from_dict inspects a signature for each key: half the time of a build.
+# ModelArgs.from_dict inspects a signature for each key. Without this cache that takes
+# half the time of a build.
 vars(base)["inspect"] = SimpleNamespace(signature=cache(inspect.signature))
 
 # Layers must outweigh the embedding in the residual stream, or a model with tied
@@ -100,7 +101,7 @@ def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None
     if known in _WEIGHTS:
         weights = [(path, mx.array(each)) for path, each in _WEIGHTS[known]]
         model.update(tree_unflatten(weights))
-        mx.eval(model.parameters())  # tests count the operations of a forward
+        mx.eval(model.parameters())  # or tests would count it as part of a forward
         return
     draw()
     weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))

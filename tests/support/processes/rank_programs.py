@@ -323,9 +323,9 @@ def _dropped(made: Any) -> int:
 def endless(deed: str, who: str) -> dict[str, Any]:
     """Generate until a rank is lost; return the time and the raised error.
 
-    Rank `who` has the fault `deed`. For "wait" and "prompt" (a long prompt), the test
-    kills the rank. For "raise" and "exit", its program does so after some tokens. For
-    "fail", its model raises; for "sulk", its process then lives on.
+    Rank `who` has the fault `deed`. With "wait" and "prompt" (a long prompt), the test
+    kills the rank. With "raise" or "exit", its program raises or exits after some
+    tokens. With "fail" and "sulk", its model raises; with "sulk" its process lives on.
     """
     model: Any = (
         on_ranks("llama")

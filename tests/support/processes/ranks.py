@@ -1,6 +1,6 @@
 """Runs programs on several ranks of one machine, with a time limit.
 
-The ranks use mlx's ring, or NCCL with RANKS_BACKEND=nccl, each with its own GPU.
+The ranks use mlx's ring. With RANKS_BACKEND=nccl they use NCCL, and each has a GPU.
 RANKS_SECONDS changes the limit. The limit is long: threads of the ring keep cores busy
 while they wait, so a launch of ten seconds may take two minutes on a busy machine.
 """

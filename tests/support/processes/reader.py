@@ -1,8 +1,8 @@
 """A process that runs the code and commands of the documentation as a user would.
 
-It uses OpenBLAS if installed, as programs do. Tests use the reference BLAS, which takes
-three to ten times as long; so tests with large matrices (`openblas`) run here too. One
-process runs everything, since importing the package takes seconds.
+It uses OpenBLAS if installed, as users' programs do. Tests use the reference BLAS,
+which takes three to ten times as long; so tests of large matrices, marked `openblas`,
+run here too. One process runs everything, since importing the package takes seconds.
 """
 
 import io
@@ -36,7 +36,7 @@ class Said:
 
 
 class Reader:
-    """A client of the process, which it starts when it first needs it."""
+    """A client of the process; the first request starts the process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None

@@ -125,7 +125,7 @@ def connect(server: Listening) -> socket.socket:
 
 
 def exchange(server: Listening, sent: bytes, *, close: bool = False) -> Answer:
-    """Send bytes and read all; `close` closes the sending direction after the bytes."""
+    """Send bytes and read the answer; with `close`, sending ends after the bytes."""
     with connect(server) as connection:
         try:
             connection.sendall(sent)
@@ -151,7 +151,7 @@ def answer_on(connection: socket.socket) -> Answer:
 
 
 def post(server: Listening, body: Any, **options: Any) -> Answer:
-    """Send a request whose body is JSON, or bytes as they are; see `packet`."""
+    """Send a request; its body becomes JSON unless it is bytes. See `packet`."""
     return exchange(server, packet(body, **options))
 
 

@@ -31,8 +31,9 @@ def depth_loss(
         features: the outputs of the tapped layers, each [positions, Ht].
         embedded: embeddings of the tokens [positions, H].
         teacher: the target's logits of the head's ids, [positions, ids].
-        likeliest: the column of the target's choice after each position, or -1.
-        counts: whether the token at a position counts for the loss.
+        likeliest: the column of the target's choice after each position; -1: the head
+            has no column for it.
+        counts: whether the token at a position is part of the loss.
         depth: index of the drafted token, from 0.
         hard: the weight of the loss of the target's choice.
     """

@@ -1,7 +1,7 @@
 """Mean acceptance in closed form, from the distributions of draft and target.
 
-Keyed choice and token-wise rejection have an acceptance of each position. Block
-verification has that of a round, since its coins depend on all prefixes.
+Keyed choice and token-wise rejection have an acceptance for each position. Block
+verification has one for a whole round, since its coins depend on all prefixes.
 """
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from mlx_speculation.samplers.rules.verification import BLOCK
 def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
     """Return the probability that both models choose each token with the same noise.
 
-    That of x is 1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by
+    For x it is 1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by
     p / q, the maximum changes sides once, so two running sums are enough. The sum over
     x is the acceptance; its error in float32 is 1e-4 at a vocabulary of 150,000.
     """
@@ -45,10 +45,10 @@ def tokenwise_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.ar
 def block_accepted(
     target_probs: mx.array, draft_probs: mx.array | None, drafted: mx.array
 ) -> mx.array:
-    """Return how many tokens block verification accepts in a round, on average: [...].
+    """Return a number for each round, [...], whose mean is the mean accepted count.
 
-    It is the sum of p_1 to p_k along the drafted tokens [..., k]; only its mean over
-    rounds is the mean accepted count. Without `draft_probs`, no draft was random.
+    It is the sum of p_1 to p_k, of block verification's paper, along the drafted tokens
+    [..., k]. Without `draft_probs`, the drafts were chosen without noise.
     """
     draft = draft_distributions(target_probs, draft_probs, drafted)
     return BLOCK.odds(target_probs, draft, drafted).shares[..., 1:].sum(axis=-1)

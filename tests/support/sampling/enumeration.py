@@ -163,9 +163,9 @@ def ask(
 ) -> tuple[Array, list[Array]]:
     """Give a rule all drafts; return acceptance probabilities and distributions.
 
-    The former are [pairs, vocab**k, k]. The latter are of the next token, one [pairs,
-    vocab**k, vocab] for each accepted count. The rule gets the draft's distributions,
-    or `shown` in their place, or without `chance` none.
+    The probabilities are [pairs, vocab**k, k]. The distributions are of the next token,
+    one array [pairs, vocab**k, vocab] for each accepted count. As distributions of the
+    draft, the rule gets `shown` (default: `tables.draft`), and none without `chance`.
     """
     k, vocab = tables.k, tables.vocab
     with mx.stream(mx.cpu):  # the only device with float64

@@ -86,7 +86,7 @@ def sequential(chooser: Chooser, logits: mx.array, rows: Rows) -> Iterator[int]:
 def draft_tokens(
     chooser: Chooser, text: list[int], oracle: Sequence[int | None]
 ) -> list[int]:
-    """Draft by another script, or the oracle's tokens where these are not None."""
+    """Draft the oracle's tokens; where one is None, draft by another script."""
     drafted: list[int] = []
     for right in oracle:
         ahead = mx.array(drafted, dtype=mx.uint32) if drafted else None
@@ -103,7 +103,7 @@ def verify(
 ) -> list[int]:
     """Run one round, keep or restore the processors' state; return the emitted tokens.
 
-    It fails after `fail_at` rows, or at the end if there are fewer.
+    The round fails after `fail_at` rows, or at its end if it has fewer; None: not.
     """
     ahead = mx.array(drafted, dtype=mx.uint32) if drafted else None
     rows = Rows(text, ahead, len(drafted) + 1)

@@ -6,8 +6,9 @@ and returns the logits of every drafted position over the vocabulary of the targ
 Everything is computed in float64, over the whole text, without caches.
 
 The modules use neither the library nor mlx; scaled rotations are those of transformers.
-Symbols in docstrings: n committed tokens whose states are known, H hidden size, V
-vocabulary of the target, Vd of the draft, B block size, r Markov rank, m tapped layers.
+Symbols in docstrings: n committed tokens whose states are known, k drafted tokens, H
+hidden size of the drafter, Ht of the target, V vocabulary of the target, Vd of the
+drafter, B block size, r Markov rank, m tapped layers.
 Weights of linear layers are [out, in]. Where the sources disagree, a keyword of
 `forward` chooses the reading.
 """

@@ -26,7 +26,7 @@ class Body:
 
 
 def inner_config(config: Config) -> Config:
-    """The config with the sizes: nested in files of speculators, else the config."""
+    """The config that has the sizes of layers: a nested one, or `config` itself."""
     nested = config.get("transformer_layer_config") or config.get("text_config")
     return nested if nested else config
 

@@ -47,11 +47,11 @@ def forward(
         ctx = rms(fc [h_1 | .. | h_m], hidden_norm); g: the normed rows of the block
         U_k = cap(lm_head g_k), z_k = U_k + bias(d_{k-1}, g_k), d_0 = anchor
 
-    Without a Markov head, and if row 0 drafts nothing, the block is one of DFlash.
+    If there is no Markov head, and row 0 drafts nothing, this is a block of DFlash.
 
     Args:
         weights, config: A file in any packaging, under its published names.
-        hidden: The outputs [n, Ht] of layers `block_taps`, without the anchor's.
+        hidden: The outputs [n, Ht] of layers `block_taps`, without a row of the anchor.
         embeddings, lm_head: [V, H] of the target, for drafters without their own.
         tokens: Committed ids; only the last one, the anchor, is read.
         chosen: Ids of the first drafted positions; later ones take the most likely id.

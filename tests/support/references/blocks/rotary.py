@@ -54,7 +54,7 @@ def rope_parameters(config: Config) -> dict[str, Any]:
 def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) -> Rope:
     """The rotation that a config describes.
 
-    `partial` says whether `partial_rotary_factor` counts. `mrope_section` is ignored,
+    `partial` says whether to read `partial_rotary_factor`. `mrope_section` is ignored,
     since the rows of a text have three equal positions.
     """
     parameters = rope_parameters(config)

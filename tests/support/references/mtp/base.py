@@ -47,20 +47,21 @@ class Family:
     names: Sequence[Names]  # by layer
     # Runs one layer's block on [n, H], with the weights of norms as they are applied.
     block: Callable[["Family", Weights, int, Array], Array]
-    # Names and shapes without copies; # is each number below the first of the shape.
+    # Names and shapes of all tensors that are no copies. A # in a name stands for each
+    # number below the first number of the shape.
     tensors: Mapping[str, Sequence[int]]
     layers: int = 1  # layer k reads the output of layer k - 1 at the same slot
     used: int | None = None  # number of layers that are used; None: all
     hidden_first: bool = False  # the state precedes the embedding in the concatenation
     plus_one: bool = False  # norms are stored as w and applied as 1 + w
     state: Literal["after_norm", "before_norm"] = "after_norm"  # input of the head
-    recycles: Literal["after_norm", "before_norm"] = "after_norm"  # of its next step
+    recycles: Literal["after_norm", "before_norm"] = "after_norm"  # of the next step
     # Names of copies of the target's embedding and head in the file.
     copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
     @property
     def chains(self) -> bool:
-        """Return whether layer k makes draft k, and not layer 0 applied again."""
+        """Return whether draft k comes from layer k; else all come from layer 0."""
         return (self.used or self.layers) > 1
 
     @property
