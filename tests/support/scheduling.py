@@ -1,16 +1,16 @@
 """Scheduling of the tests' threads; imported before all else.
 
 Each core has a worker of pytest.
-- A BLAS may use one thread: waiting threads would spin on the cores of other workers.
+- A BLAS gets one thread: waiting threads would spin on the cores of other workers.
 - By default a woken thread of mlx takes the core from the thread that is about to hand
   over the next operation, 100,000 times in a test of texts. With SCHED_BATCH it waits.
 - mlx keeps its reference BLAS, with which rows are equal bit for bit.
-- A worker is pinned to a core: waking threads on another one costs a tenth of its time.
+- A worker is pinned to a core: waking threads on other cores takes a tenth of the time.
 - The garbage collector is off until all modules are imported: it would take a fifth of
   the time of the imports.
 
-Processes that tests start inherit the thread limit, SCHED_BATCH and the BLAS, and may
-use all cores.
+Processes that tests start inherit the thread limit, SCHED_BATCH and the BLAS, but they
+can use all cores.
 """
 
 import gc

@@ -76,7 +76,7 @@ def unpacked(
 
 
 def linears(tensors: Weights, *, but: str, group: int = 32) -> list[str]:
-    """Return the names of linear weights, without those of `but` and of gates."""
+    """Return the names of linear weights, except gates and names that contain `but`."""
     return [
         name
         for name, value in tensors.items()

@@ -165,7 +165,8 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
     elif isinstance(expected, np.ndarray):
         assert isinstance(actual, np.ndarray), f"{what}: {actual!r}"
         same = actual.shape == expected.shape and actual.dtype == expected.dtype
-        if not same or actual.tobytes() != expected.tobytes():  # the cheap check first
+        # Comparing bytes takes less time than assert_array_equal.
+        if not same or actual.tobytes() != expected.tobytes():
             np.testing.assert_array_equal(actual, expected, what, strict=True)
     else:
         assert actual == expected, f"{what}: {actual!r} instead of {expected!r}"
@@ -374,7 +375,7 @@ class Plan:
     isolated: bool  # write nothing to the live caches before the commit
 
 
-# Endings of a round, and whether the kept rows stay.
+# Endings of a round: whether the rows that `Plan.keep` counts stay in the cache.
 ENDINGS = {
     "commit": True,
     "prepare, commit": True,

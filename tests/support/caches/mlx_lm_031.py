@@ -4,7 +4,7 @@ The files in tests/caches/files/data were written by one run with each version:
 
     PYTHONPATH=FOLDER python tests/support/caches/mlx_lm_031.py VERSION OUT
 
-FOLDER contains that mlx-lm. Tests require that files from before 0.31 are refused.
+FOLDER contains mlx-lm VERSION. Tests require that files from before 0.31 are refused.
 """
 
 import importlib

@@ -58,7 +58,8 @@ class ScriptedDrafter:
 class TurningDrafter(ScriptedDrafter):
     """Proposes drafts of every kind, so that one text has every outcome of a round.
 
-    A draft is right, right at first, wrong from its first token, one token, or empty.
+    A draft is right, right only at first, wrong from its first token, a single right
+    token, or empty.
     """
 
     def __init__(self, text: list[int], vocab: int = 256, seed: int = 0) -> None:

@@ -40,7 +40,7 @@ class TreeDrafter:
         """Do nothing."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose a tree with at most `limit` tokens of the text, or it as a chain."""
+        """Propose a tree; if `choose` allows none, `limit` tokens of the known text."""
         start, draw = len(sequence.tokens), self._random
         known = [*self._text[start : start + limit], *[0] * limit]
         nodes = getattr(choose, "tree", 0)

@@ -40,7 +40,10 @@ def knowing(
     given: bool,
     kind: str = "dspark",
 ) -> Path:
-    """Write a drafter that reads these layers and is right, in speculators' layout."""
+    """Write a drafter that reads these layers and predicts right.
+
+    The files have speculators' layout. If `given`, row 0 of a block drafts nothing.
+    """
     taps = HiddenStates(model, layers=layers, after_norm=True)
     every = mx.arange(VOCAB)[:, None]
     with taps.collect() as states:

@@ -101,7 +101,7 @@ def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None
     if known in _WEIGHTS:
         weights = [(path, mx.array(each)) for path, each in _WEIGHTS[known]]
         model.update(tree_unflatten(weights))
-        mx.eval(model.parameters())  # or tests would count it as part of a forward
+        mx.eval(model.parameters())  # else a forward would have more operations
         return
     draw()
     weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))

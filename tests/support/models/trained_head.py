@@ -2,7 +2,7 @@
 
 In the trained target, the states before and after the final norm hardly differ. So the
 norm's weight is multiplied by random factors, and an untied output layer divides by
-them: the target stays the same function.
+them: the target computes the same logits as before.
 """
 
 from collections.abc import Mapping

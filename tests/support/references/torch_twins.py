@@ -1,4 +1,4 @@
-"""The same weights in transformers' classes, under torch: float32, on the CPU.
+"""The bundled models' weights in transformers' classes: torch, float32, on the CPU.
 
 transformers cannot read the bundled models, which are quantized in mlx-lm's layout. So
 the weights come from the loaded mlx-lm model. Both must give equal logits.

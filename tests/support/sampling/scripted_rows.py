@@ -57,7 +57,7 @@ class Forkable(Recorder):
 
 @pure
 def alternating(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Favour an id that follows from the last token and the length, in place."""
+    """Raise in place the logit of an id that follows from last token and length."""
     logits[:, (tokens[-1:] + len(tokens)) % VOCAB] += 2.0
     return logits
 
@@ -103,7 +103,8 @@ def verify(
 ) -> list[int]:
     """Run one round, keep or restore the processors' state; return the emitted tokens.
 
-    The round fails after `fail_at` rows, or at its end if it has fewer; None: not.
+    The round fails after `fail_at` rows, or at its end if it has fewer. If `fail_at` is
+    None, it succeeds.
     """
     ahead = mx.array(drafted, dtype=mx.uint32) if drafted else None
     rows = Rows(text, ahead, len(drafted) + 1)

@@ -25,7 +25,7 @@ class TorchLayer:
 
     prefix: str  # prefix of the names of its classes
     block: str  # prefix of the block's tensors on disk
-    index: int  # a target's layer of the head's kind
+    index: int  # of a layer of the target that has the kind of the head's layer
     module: str | None = None  # in transformers.models; None: named as in mlx-lm
     changes: dict[str, Any] = field(default_factory=dict)  # of the configuration
     renames: dict[str, str] = field(default_factory=dict)  # on disk -> transformers
