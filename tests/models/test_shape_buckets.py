@@ -188,6 +188,6 @@ def test_a_shape_is_new_once() -> None:
     for number, width in enumerate([1, 3, 3, 1, 2]):
         play(lane, tokens_of(seeds, number, width), 1 if width == 1 else [0] * 5)
         is_new.append(lane.met_new_shapes())
-    # The second round of width 3 repeats a shape. Plain steps never have a new shape.
+    # The second round of width 3 repeats a shape. Shapes of plain steps are not noted.
     assert is_new == [False, True, False, False, True]
     assert not lane.met_new_shapes()

@@ -22,7 +22,7 @@ from support.models.tiny_models import TINY_MODELS, build
 
 IDS = [200, 3, 17, 255, 0]
 TOKENS = mx.array([[7, 200, 31, 5]])
-# Models whose embedding is also the output layer, or that change its logits.
+# Models whose output layer is their embedding, or that change the layer's logits.
 TIED = ("gemma3_text", "gemma4_text", "recurrent_gemma")
 
 

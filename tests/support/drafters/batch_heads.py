@@ -92,8 +92,8 @@ class KnowingMtp:
     head: KnowingHead = field(default_factory=KnowingHead)
     wrong: Callable[[int], bool] = lambda position: position % 7 == 3
     fed: list[tuple[str, int, int]] = field(default_factory=list)  # method, rows, slots
-    chains: int = 0  # drafts whose first slot is in a text
-    unknown: int = 0  # drafts whose first slot is in no text
+    chains: int = 0  # number of drafts; those of a batch's rows are one draft
+    unknown: int = 0  # number of rows of these drafts whose first slot is in no text
 
     def rows(self, *args: Any) -> HeadOutput:
         """Raise: no caller needs all rows of a head with one layer."""

@@ -1,6 +1,6 @@
 """Runs programs on several ranks of one machine, with a time limit.
 
-The ranks use mlx's ring. With RANKS_BACKEND=nccl they use NCCL, and each has a GPU.
+The ranks use mlx's ring; with RANKS_BACKEND=nccl, NCCL and a GPU for each rank.
 RANKS_SECONDS changes the limit. The limit is long: threads of the ring keep cores busy
 while they wait, so a launch of ten seconds may take two minutes on a busy machine.
 """
