@@ -72,9 +72,7 @@ def test_every_length_is_measured_for_each_number_of_rows(
     assert len(rounds) == 2 * 24
     assert reported == sorted(reported)
     assert {total for _, total in reported} == {2 * 24}
-    assert (
-        0.8 < reported[-1][0] / reported[-1][1] <= 1
-    )  # no plan follows the last round
+    assert 0.8 < reported[-1][0] / reported[-1][1] <= 1
 
 
 def test_what_was_measured_is_kept_for_batches_of_so_many_rows(
@@ -98,7 +96,7 @@ def test_what_was_measured_is_kept_for_batches_of_so_many_rows(
         while batch.waiting or batch.running:
             batch.next()
     assert len(reasons) > 1
-    assert reasons.count("measure") == 4  # until two were steady, see `Feedback`
+    assert reasons.count("measure") == 4  # until two rounds were `Feedback.steady`
 
 
 def test_the_costs_of_a_single_text_are_left_as_they_are() -> None:
@@ -144,7 +142,7 @@ def test_a_row_that_fails_ends_it_and_nothing_is_kept() -> None:
     kind, broken = type(made.model), [0]
 
     class Breaking(kind):  # type: ignore[misc,valid-type]
-        """A model whose second row is NaN after five forwards."""
+        """A model whose second row is NaN after five forwards of three rows."""
 
         def __call__(self, inputs: Any, **options: Any) -> Any:
             logits = super().__call__(inputs, **options)

@@ -115,9 +115,9 @@ QUICK = ("llama", "gpt_oss", "qwen3_5")  # full attention, rings, recurrent stat
 )
 def test_a_request_leaves_what_its_stream_leaves(name: str, kind: str) -> None:
     made, cut = bench(name), 0
-    # Rounds of lookups may begin at any token.
+    # Rounds of lookups can begin at any token.
     for stop in (*(STOPS[:2] if kind == "model" else (5, 7, 8)), None):
-        # Of several lookups one may find nothing while others draft.
+        # With several requests, one lookup could find nothing while others draft.
         prompts = PROMPTS[:1] if kind == "lookup" else PROMPTS
         places = [stop, None, None if stop is None else 16 - stop]
         requests = [

@@ -105,7 +105,7 @@ def test_a_large_batch_whose_tokens_cost_like_rows_goes_down_to_plain_steps() ->
 
 @pytest.mark.usefixtures("measured")
 def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
-    """All sizes together lose no more on trials than one size may lose."""
+    """All sizes together lose no more on trials than one size is allowed to."""
 
     def seconds(rows: int, drafted: int) -> float:
         return 1 + 0.5 * drafted  # pays if most tokens are accepted

@@ -147,7 +147,8 @@ def test_a_draft_model_that_raises_is_disabled_for_all_rows() -> None:
             with broken, pytest.warns(DrafterFaultWarning, match="broken"):
                 run(batch)
             finish(made, batch, rows)
-            for uid in rows:  # short prompts are read in the second round
+            # The draft's first forward after the first call of `next` reads prompts.
+            for uid in rows:
                 (fault,) = batch.result(uid).stats.drafter_faults
                 assert fault.call == ("begin" if forward == 1 else "propose")
             assert batch.memory == 0

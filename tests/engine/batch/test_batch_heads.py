@@ -52,7 +52,7 @@ OTHERS = (
     *("bailing_moe", "bailing_hybrid", "bailing_moe_v3"),
 )
 KINDS = ("mtp", "eagle", "sliding")
-# The first call to interrupt, and the distance to the next; slow tests interrupt all.
+# The first call to interrupt, and the distance to the next. Slow tests try all calls.
 CALLS = {"mtp": (1, 2), "eagle": (1, 3), "sliding": (2, 2)}
 
 
@@ -137,7 +137,7 @@ def test_a_head_of_few_ids_drafts_no_others() -> None:
 def test_rounds_without_drafts_are_caught_up_with(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps may be in flight, and a head may miss more tokens than its window holds."""
+    """Steps can be in flight, and a head can lack more tokens than its window holds."""
     made, drafted = head_bench("llama"), []
     for lag in (1, 3, 64):
         monkeypatch.setattr(shared_head, "LONGEST_LAG", lag)
@@ -288,7 +288,7 @@ def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) ->
 
 
 def fail_in(head: KnowingMtp, call: int, error: BaseException) -> None:
-    """Let the `call`-th call of a head from now on raise after it has run."""
+    """Let one call of a head, the `call`-th from now on, run and then raise."""
     left = call
     for name in ("history", "step"):
         plain = getattr(head, name)
@@ -405,7 +405,7 @@ def test_a_text_of_a_batch_is_found_by_a_later_request() -> None:
 def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each cached row of a head has its position and token."""
+    """A cached row of a head holds its position and the token after that position."""
 
     def check(
         head: KnowingMtp, head_rows: list[list[int]], text: int, position: int

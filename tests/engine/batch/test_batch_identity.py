@@ -1,7 +1,7 @@
 """Every row of a batch has the text that its prompt has alone.
 
 Hypothesis draws rows that join and leave between rounds. Where wide forwards change the
-last bits of a family's logits, texts may differ from a near-tie on.
+last bits of a family's logits, the two texts can differ after a near-tie.
 """
 
 import pytest
@@ -69,7 +69,7 @@ def bench_for(name: str, kind: str) -> Bench:
 
 
 def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
-    """Return a state machine of batches; `sizes`: numbers of rows are rounded."""
+    """Return a state machine of batches; `sizes`: row numbers are rounded up."""
     most = 12 if sizes else MOST_ROWS
 
     class Machine(RuleBasedStateMachine):

@@ -69,13 +69,13 @@ def test_bytes_return_to_the_start(
         assert batch.stats.alone
         gc.collect()
         mx.synchronize()
-        # Rates and counts are plain numbers: no array may be left.
+        # Rates and counts are plain numbers, so no array is left.
         assert mx.get_active_memory() <= start + 4096
 
 
 @pytest.mark.parametrize("sizes", [False, True])
 def test_caches_are_as_wide_as_the_longest_row(sizes: bool) -> None:
-    """Other rows accept different numbers of tokens, and few columns stay spare."""
+    """Rows accept different numbers of tokens, but few columns stay spare."""
     made, most = bench("llama"), 6 if sizes else 3
     generator = made.generator("model")
     with BatchGenerator(generator, max_rows=most, row_sizes=sizes) as batch:

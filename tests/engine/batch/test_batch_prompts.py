@@ -63,7 +63,7 @@ def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
             assert sum(progress) - before <= STEP
             assert sum(read_widths(fed)) <= STEP
             calls += 1
-        # A step may be in flight at the first call, and then nothing is read.
+        # If a step is in flight at the first call, that call reads nothing.
         assert calls - -(-(LONG - 1) // STEP) in (0, 1)
         assert sum(progress) == LONG - 1
         assert set(progress[:-1]) == {STEP}
@@ -329,7 +329,7 @@ def test_an_interrupted_chunk_of_a_draft_is_taken_up_again() -> None:
 
 
 def test_a_draft_that_is_kept_to_the_last_token_of_a_prompt_is_in_step() -> None:
-    """The lane of the draft holds the number of tokens that its drafter counts."""
+    """The lane of the draft holds as many tokens as its drafter counts."""
     made = bench("llama")
     generator = made.generator("model", prefix_cache=PrefixCache(64 << 20))
     case = Case(23, SAMPLINGS[0], 30)

@@ -192,7 +192,7 @@ def let_draft(batch: BatchGenerator, length: int) -> None:
 
 
 def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
-    """Otherwise nearly each round after plain ones would have a new width."""
+    """Read at once, missed tokens would nearly always make a new width."""
     made = bench("llama")
     widths, contents = {}, []
     for sizes in (True, False):
@@ -304,7 +304,7 @@ def test_what_the_first_round_of_a_shape_takes_is_not_what_rounds_cost() -> None
     plan = replace(lengths.plan(10, 50), length=4)
     lengths.note(10, plan, Feedback(4, 2, 50.0, fresh=True))
     assert known.costs.table() == {0: {0: 1.0, 4: 2.0}}
-    assert known.rates.survival([0])[0] > 0.7  # the accepted tokens count
+    assert known.rates.survival([0])[0] > 0.7  # acceptance is learned all the same
     for _ in range(5):
         lengths.note(10, plan, Feedback(4, 2, 50.0))
     assert known.costs.table()[0][4] > 2.0
@@ -323,5 +323,5 @@ def test_costs_are_kept_by_the_rows_shown(kind: str) -> None:
             made.check(case, batch.result(uid).tokens, width=17)
         known = set(generator.lengths._known) - {0}
     assert max(known) == 12
-    assert min(known) < 6  # each size as it was reached
+    assert min(known) < 6  # rows ended, down to smaller sizes
     assert known == {row_size(rows) for rows in known}

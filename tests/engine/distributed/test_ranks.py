@@ -16,8 +16,8 @@ from mlx_speculation.engine.distributed.ring_watch import STATUS
 from support.processes.ranks import Ended, run_ranks, wait_for
 
 DENSE_HYBRID = "llama:lookup,measured qwen3_5:mixed head/qwen3_5:mtp"
-# For each way to divide a target, the architectures for which mlx-lm's method fails,
-# always or with drafts, and a part of the error.
+# For each way to divide a target: the architectures for which mlx-lm's method fails,
+# always or with drafts. Each architecture has a part of its error.
 REFUSED: list[tuple[str, dict[str, str]]] = [
     ("tensor", {"prism_hadamard_qwen35": "does not have parameter"}),
     (
@@ -42,7 +42,7 @@ def said_by(ended: list[Ended]) -> list[Any]:
 def check_texts(
     said: list[list[dict[str, Any]]], *, ties: int = 0
 ) -> list[dict[str, Any]]:
-    """Assert that all ranks have a whole target's texts, up to some near-ties."""
+    """Assert that all ranks have a whole target's texts, but for `ties` near-ties."""
     first, *others = said
     for other in others:
         for one, two in zip(first, other, strict=True):

@@ -1,4 +1,4 @@
-"""A cascade takes the first proposal at a fixed length, else the most valuable one."""
+"""A cascade takes the first proposal; under the rule, the most valuable one."""
 
 from pathlib import Path
 from typing import Any

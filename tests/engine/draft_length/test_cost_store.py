@@ -1,4 +1,4 @@
-"""Costs are saved in a file, which may be missing, of another machine, or broken."""
+"""Costs are saved in a file, which can be missing, broken, or another machine's."""
 
 import json
 import math

@@ -57,7 +57,7 @@ def played(machine: Machine, text: Text, known: Source | None = None) -> Replaye
 
 
 def policy_of(credit: float, *, seconds: dict[int, float] = CHEAP) -> RuleDraftLength:
-    """Return a policy with a source that is often right, after its first plain step."""
+    """Return a policy after its first plain step; its source is often right."""
     known = known_of(RoundCosts({0: seconds}), 0.9)
     policy = RuleDraftLength([known], Credit(credit), LONGEST)
     plan = policy.plan(100, 500)
@@ -117,7 +117,7 @@ def test_no_machine_and_no_text_lose_more_than_the_credit(
 
 
 def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
-    """A round on a loaded machine may take as long as 99 plain steps."""
+    """A round on a loaded machine can take as long as 99 plain steps."""
     policy = policy_of(2.0, seconds={0: 1.0})
     noted(policy, 2, 0, 99.0)
     assert policy.credit.steps[0] == LEAST_CREDIT
@@ -130,7 +130,7 @@ def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
 
 
 def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
-    """Costs of the busy hour say 13 plain steps for a draft; later it takes few."""
+    """In the busy hour a draft has cost 13 plain steps; later it costs few."""
     for length in (FIRST_LENGTH, 8):
         known = known_of(RoundCosts({0: {0: 1.0, length: 13.0}}), 0.9)
         played_rounds = played(machine_of(CHEAP), text_of(0.9), known)
@@ -179,7 +179,7 @@ def test_kept_costs_that_are_wrong_are_corrected(
 
 
 def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
-    """A first plain step (`cold`) submits the next, and shows what is `left` of it."""
+    """A step that lasts `cold` submits the next one, which then lasts `left` more."""
     for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0), (None, 1.0)):
         policy = policy_of(0.0, seconds={0: 1.0})
         if cold is not None:

@@ -93,7 +93,7 @@ def test_the_text_is_the_same(
         bitwise=name != "gemma3_text",
     )
     assert len(planned.noted) <= len(planned.planned) <= len(planned.noted) + 1
-    # A plan may not count a step in flight, whose token the caches already hold.
+    # A plan's context can lack the token of a step in flight, which the caches hold.
     pairs = zip(planned.planned_contexts, planned.contexts, strict=False)
     assert all(
         abs(planned_context - context) <= 1 for planned_context, context in pairs
@@ -103,7 +103,7 @@ def test_the_text_is_the_same(
 
 
 def test_a_round_that_is_planned_asks_for_no_length() -> None:
-    """Ranks exchange the plan of a round, or only its start if they know the plan."""
+    """Rank 0 sends the plan of each round, or only "turn" if all ranks know it."""
     generator, run_round = drafted("random", "llama", False), StreamDecoder.next_round
     seen: set[bool] = set()
     for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:
@@ -188,7 +188,7 @@ def test_adaptive_lengths_keep_the_text_and_explain_themselves() -> None:
 
 
 def test_the_prompt_that_a_drafter_reads_counts_once() -> None:
-    """A plain step comes first, so that the first token does not wait for the read."""
+    """A plain step comes first, so the first token does not wait for the reading."""
     stream = drafted("right", "llama", False).stream(
         PROMPT, max_tokens=TOKENS, draft_length=3, explain=True
     )
@@ -256,9 +256,7 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
     )
     assert [done for done, _ in reported] == sorted(done for done, _ in reported)
     assert len({total for _, total in reported}) == 1
-    assert (
-        0.8 < reported[-1][0] / reported[-1][1] <= 1
-    )  # no plan follows the last round
+    assert 0.8 < reported[-1][0] / reported[-1][1] <= 1
     assert set(table) == {0}
     assert sorted(table[0]) == CALIBRATED
     assert all(seconds > 0 for seconds in table[0].values())
@@ -267,7 +265,7 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
     for _ in stream:
         pass
     reasons = [plan.reason for plan, _ in stream.decisions]
-    assert reasons.count("measure") == 4  # until two were steady, see `Feedback`
+    assert reasons.count("measure") == 4  # until two rounds were `Feedback.steady`
 
 
 @pytest.fixture(name="one_pass")
@@ -353,7 +351,7 @@ def test_each_context_is_measured_and_counted(
     monkeypatch.setattr(StreamFactory, "make", make)
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft=small)
     table = generator.calibrate(contexts=[8, 600])
-    assert prompts == [8, 8, 600]  # the first measures the parts of a forward
+    assert prompts == [8, 8, 600]  # the first text measures parts of a forward
     assert [stream.stats.rounds for stream in streams] == [26, 72, 72]
     assert table[0] != table[1]
 

@@ -28,14 +28,14 @@ TOKENS = 16
 # The default, (0, 1), includes the last layer of llama and qwen3_5. That layer is read
 # after the final norm.
 LAYERS = {"gemma3_text": (0, 1, 2)}
-# One drafter of each kind, and of each form of reading a block.
+# One drafter of each kind, and one for each way to read a block.
 KINDS = ("full", "dflash2", "deepspec", "speculators, given")
 CASES = [
     *((kind, name) for kind in KINDS for name in TARGETS),
     *((name, "llama") for name in (*VARIANTS, *PACKAGINGS) if name not in KINDS),
 ]
-# Every kind, target and form of holding the context. Other tests compare the drafts of
-# other pairs with references.
+# Every kind, every target and every way to hold the context. Other tests compare the
+# drafts of other pairs with references.
 QUICK = [
     *zip(KINDS, TARGETS, strict=True),
     *(("full", "qwen3_5"), ("dflash2", "llama")),

@@ -191,8 +191,9 @@ KINDS: dict[str, Callable[[], Kind]] = {
     },
 }
 
-# One of each drafter, of each form of its caches, and of each selector of blocks.
-# Others differ in files and layers, which other tests compare with references.
+# One of each drafter, of each form of its caches, and of each way to choose a block's
+# tokens. Other kinds differ in files and layers; other tests compare them with
+# references.
 QUICK = (
     *("lookup", "cascade", "model gemma3_text", "model qwen3_5"),
     *("mtp qwen3_5", "mtp step3p5", "mtp deepseek_v32", "mtp mimo"),

@@ -1,4 +1,4 @@
-"""A text continues without a drafter that fails, and does not change."""
+"""A text continues unchanged without a drafter that fails."""
 
 import warnings
 from collections.abc import Callable

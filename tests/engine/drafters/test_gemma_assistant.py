@@ -45,7 +45,7 @@ from support.models.assistant_checkpoints import HEADS, TARGETS, WINDOW, config_
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.references.assistant_oracles import OracleStep
 
-PROMPT, TOKENS = 40, 16  # more than a window of 16
+PROMPT, TOKENS = 40, 16  # the prompt is longer than a window of 16
 ANCHORS = ("state", "token")
 SLIDING = ("slack", "native")
 
@@ -234,7 +234,7 @@ def test_a_passed_cache_is_read(kind: str, named: bool) -> None:
     name = "unshared"
     text = text_of(name)
     target = make(name).target
-    # Windows wider than the model's give other texts, so texts are short.
+    # Without windows, texts longer than the model's window differ, so texts are short.
     size = 10 if kind == "whole" else 24
     caches = CACHES[kind](target)
     target(mx.array([text[:size]]), cache=caches)
@@ -394,7 +394,7 @@ def test_the_target_goes_on_writing_in_place(name: str, hold: bool) -> None:
     }
     for number, _ in enumerate(stream):
         for place, addresses in places.items():
-            if number > 4:  # the first writes may find too little room
+            if number > 4:  # buffers can grow in the first writes
                 addresses.add(address(stream.request.target.caches[place]))
     assert all((len(addresses) > 1) == hold for addresses in places.values())
 
@@ -462,7 +462,7 @@ def code(tokens: int) -> list[int]:
 @pytest.mark.slow  # the next tests load it, and check that it is above chance
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_trained_assistant_is_often_right(temperature: float) -> None:
-    """The prompt is longer than the window, 96; a random assistant has 2 % accepted."""
+    """The prompt is longer than the window, 96; of random drafts 2 % are accepted."""
     sampling = Sampling(temperature=temperature, seed=3)
     plain, drafted = (
         demo().generate(

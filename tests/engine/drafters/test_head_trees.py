@@ -184,7 +184,7 @@ def test_a_level_is_what_chains_to_its_nodes_are(dialect: str) -> None:
     newest = len(text) - 1
     tree_cache = cache_after(newest - 2)
     opened = tree_cache.draft_tree(hidden[:, newest - 2 :], newest, text)
-    # Two nodes at each level; parents are counted within the level before.
+    # Two nodes at each level. A parent is an index into the level before.
     levels: list[tuple[list[int], list[int]]] = [
         ([5, 9], [0, 0]),
         ([7, 8], [1, 1]),

@@ -24,7 +24,7 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.references.mtp_oracles import OracleMtp, held_tokens
 
-PROMPT, TOKENS = 40, 16  # more than a window of 16
+PROMPT, TOKENS = 40, 16  # the prompt is longer than a window of 16
 # Hybrid, sliding with and without full layers, latent, two caches, plain.
 TARGETS = ("qwen3_5", "step3p5", "exaone_moe", "deepseek_v3", "deepseek_v32", "mimo")
 
@@ -128,8 +128,8 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
         cached = held_tokens(caches)
         assert cached == text[1 + layer : 1 + layer + len(cached)]
         assert len(cached) == drafter._cache.state.ends[layer]
-    # The head reads committed tokens when it drafts, so it may lack the last round with
-    # a draft, and a plain step for the last token.
+    # The head reads committed tokens when it drafts. So it can lack the tokens of the
+    # last round with a draft, and the last token if a plain step chose it.
     assert drafter.history.stop >= PROMPT + TOKENS - (4 + 1) - 2
 
 

@@ -139,7 +139,7 @@ def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
 
 
 def test_a_convention_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
-    """Other fields are those of the family: MiMo reads the state before the norm."""
+    """The other fields are the family's: a MiMo head reads states before the norm."""
     made = write(tmp_path / "mimo", "mimo")
     pair(made.folder, draft="mtp", convention={"order": "embedding_first"})
     with said() as notices:
@@ -206,7 +206,7 @@ def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
 def test_the_file_may_name_a_head_of_any_kind(
     kind: str, name: str, tmp_path: Path
 ) -> None:
-    """A random head is refused if its list of layers may count in two ways."""
+    """A probe refuses a random head if it is unclear how its list counts layers."""
     target = write_tiny(tmp_path / "target", layers=4)
     write_head = write_eagle if kind == "peagle" else write_block
     write_head(tmp_path / "head", name)
@@ -215,7 +215,7 @@ def test_the_file_may_name_a_head_of_any_kind(
         made = SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
     draft = made._setup.draft
     assert draft is not None
-    if name in ("prism", "aws"):  # a probe decides what their lists count
+    if name in ("prism", "aws"):  # a probe decides how their lists count
         assert "no better than by chance" in notices[0]
         assert isinstance(draft, LookupDraft)
     else:

@@ -417,7 +417,7 @@ def test_acceptance_of_warm_requests_is_that_of_cold_ones(
     target, draft = DRAFTED[kind]()
     prompts = [prompt_of(count) for count in (41, 26)]
     further = [[*prompt, *prompt_of(11)] for prompt in prompts]
-    # The cache knows these but for the last token.
+    # The cache knows these prompts but for their last tokens.
     nearly = [[*prompt, 7] for prompt in prompts]
 
     def counted(
