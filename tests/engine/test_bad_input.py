@@ -128,7 +128,7 @@ def test_an_unknown_cache_kind_is_refused_before_anything_is_touched(
     generator: SpeculativeGenerator,
 ) -> None:
     class Other(KVCache):
-        """A subclass, which may write differently."""
+        """A subclass, which can write differently."""
 
     other: Any = Other
     caches: list[Any] = [KVCache(), KVCache(), KVCache(), other()]

@@ -30,7 +30,7 @@ PROMPT = 40  # longer than every window
 UNEQUAL = [name for name, row in BUILT.items() if row.unequal]
 
 
-# For rings and states it may matter where a prompt is cut; for plain rows it does not.
+# For rings and states it can matter where a prompt is cut; for plain rows it does not.
 CUT = sorted(n for n in BUILT if BUILT[n].caches.split(" ", 1)[-1] != "KVCache")
 
 

@@ -1,4 +1,4 @@
-"""A copy of a model made while a generator is open is a copy of the plain model."""
+"""A model that is copied while a generator is open has a plain model as its copy."""
 
 import copy
 import functools

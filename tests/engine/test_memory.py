@@ -147,7 +147,7 @@ def test_a_draft_weighs_what_it_has_beside_the_target() -> None:
 
 
 def test_rounds_of_recurrent_layers_hold_states_and_inputs() -> None:
-    """Rounds with drafts also hold inputs, more for wide rounds; prompts hold none."""
+    """Rounds with drafts also hold inputs, more if wide; the prefill holds none."""
     model = build("qwen3_5")
     round_bytes = {}
     for length in (0, 1, 4):
@@ -180,7 +180,7 @@ def test_an_error_and_a_closed_stream_have_a_count_too() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_what_a_prompt_needs_is_known_before_it_is_read(name: str) -> None:
-    """The estimate is exact up to growth blocks of caches and convolution states."""
+    """The estimate is exact but for convolution states and growth blocks of caches."""
     model = build(name)
     size, caches = CacheSize.of(model), make_prompt_cache(model)
     for tokens in (512, 1024):

@@ -26,7 +26,7 @@ TOKENS = 4
 
 @pytest.fixture(name="elsewhere", scope="module")
 def _elsewhere() -> Iterator[Executor]:
-    """Yield one thread for all tests: each more would slow the end of the process."""
+    """Yield one thread for all tests: more would slow the end of the process."""
     with ThreadPoolExecutor(1) as other:
         yield other
 

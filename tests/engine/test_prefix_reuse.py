@@ -1,4 +1,4 @@
-"""A prefix cache changes the tokens that are read, and never the text."""
+"""A prefix cache changes how many tokens are read, and never the text."""
 
 import threading
 from dataclasses import dataclass, replace
@@ -173,7 +173,7 @@ def test_a_stream_that_is_dropped_leaves_what_it_committed(
 
 
 def test_a_stream_that_is_dropped_in_another_thread_leaves_nothing() -> None:
-    """The stream's arrays may depend on mlx streams that the other thread lacks."""
+    """The stream's arrays can depend on mlx streams that the other thread lacks."""
     prefixes = PrefixCache(1 << 30, every=EVERY)
     streams = [generator("qwen3_5", False, prefixes).stream(BLOCKS[0], max_tokens=9)]
     next(streams[0])

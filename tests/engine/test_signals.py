@@ -279,7 +279,7 @@ def test_a_signal_at_any_time_of_a_stream_closes_it(
                     timer.off()
                     result, cached = stream.result, stream.cached_tokens
                     got = [chunk.token for chunk in chunks]
-                    # The last chunk may be lost: the text had ended before the signal.
+                    # If the text ended before the signal, its last chunk can be lost.
                     lost = len(result.tokens) - len(got)
                     assert lost == 0 or (lost == 1 and result.finish_reason == "length")
                     assert got == result.tokens[: len(got)]

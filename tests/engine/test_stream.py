@@ -253,7 +253,7 @@ def test_a_stream_keeps_its_generator_and_so_the_recorders() -> None:
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
 def test_nothing_old_waits_for_the_garbage_collector(name: str) -> None:
-    """Otherwise old windows, states and recorded inputs would accumulate."""
+    """Old windows, states and inputs would accumulate until the collector runs."""
     _, _, speculative, _ = pair(name)
     kinds = (Stream, LaneRound, Speculation, RecordingArraysCache, PresentedRing)
     gc.collect()
@@ -297,8 +297,8 @@ def test_a_drafted_round_waits_for_the_device_once(
         counted(mx, wait)
     before = stream.stats.rounds
     list(stream)
-    # One read; before it the clock waits for drafts, for logits and for tokens.
-    # The last round may have no room for a draft.
+    # A round has one read. Before it the clock waits for drafts, logits and tokens.
+    # The last round can lack room for a draft.
     reads = waits.count("outcomes")
     assert reads == stream.stats.rounds - before
     drafted, plain = [*["eval"] * 3, "outcomes"], ["eval", "outcomes"]
@@ -360,7 +360,7 @@ def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
 
 @cache
 def _fed(name: str, tokens: tuple[int, ...]) -> tuple[list[int], list[mx.array]]:
-    """Return offsets of caches after the tokens, and next logits, for each width."""
+    """Return offsets of caches after the tokens, and the next logits for each width."""
     model, offsets = known(name)[0], list[int]()
     logits = list[mx.array]()
     for step in (None,) if TINY_MODELS[name].bitwise else (1, 2, None):

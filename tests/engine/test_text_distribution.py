@@ -137,7 +137,7 @@ def count(
 
 
 def excess(counts: NDArray[np.int64], options: dict[str, Any]) -> float:
-    """Return chi-square over its bound at alpha 1e-4, as Wilson and Hilferty do."""
+    """Return chi-square over its bound at alpha 1e-4, by Wilson and Hilferty."""
     probs = distribution(**options)
     assert counts[probs == 0].sum() == 0
     expected = probs * counts.sum()
@@ -259,9 +259,10 @@ class Adversary(WrappedDrafter):
 def test_all_but_drawn_tokens_may_choose_source_and_length(
     acceptance: Acceptance, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hash of known tokens, earlier rounds and proposals of lookups may choose.
+    """Source and length follow a hash of known tokens, rounds and lookup proposals.
 
-    As a control, the same number of texts finds a drafter that looks at drawn tokens.
+    That does not change the distribution. As a control, the same number of texts shows
+    that a drafter which looks at drawn tokens does.
     """
     rounds: list[int] = []
 

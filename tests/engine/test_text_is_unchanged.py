@@ -138,7 +138,7 @@ def test_any_draft_leaves_a_long_text_as_plain_decoding_has_it(
 
 
 def test_different_seeds_give_different_texts() -> None:
-    """Otherwise tests of equal texts would prove little."""
+    """If they did not, tests of equal texts would prove little."""
     generator = SpeculativeGenerator(tiny_models.build("llama"), byte_tokenizer())
     texts = {
         tuple(

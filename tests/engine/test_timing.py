@@ -1,7 +1,7 @@
 """Timing of rounds: all time is counted, each part in its place.
 
-Other programs may delay a round anywhere. So a part with a sleep takes at least as long
-as the sleep, and device times are compared by their lower quartile.
+Other programs can delay a round anywhere. So the tests only require that a part with a
+sleep takes at least as long as the sleep. They compare device times by lower quartiles.
 """
 
 import time

@@ -129,7 +129,7 @@ class FailingTarget(VisionTarget):
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3"])
 def test_a_forward_that_fails_leaves_what_was_committed(name: str) -> None:
-    """After a failure in the prompt or in a round, the lane can continue from there."""
+    """After a failure in prompt or round, a lane can continue from what it has kept."""
     prompt = prompt_with(name, ONE)
     expected = plain_text(name, ONE)
     failing = FailingTarget(target(name).vlm)

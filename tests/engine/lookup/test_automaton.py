@@ -27,20 +27,20 @@ def index_of(tokens: list[int]) -> SuffixAutomaton:
 
 
 def ends_of(tokens: list[int], wanted: list[int]) -> list[int]:
-    """Return the ends of the occurrences before a token."""
+    """Return the ends of the occurrences of `wanted` that a token follows."""
     size = len(wanted)
     ends = range(size, len(tokens))
     return [e for e in ends if tokens[e - size : e] == wanted and tokens[e] != BREAK]
 
 
 def occurrences(tokens: list[int], wanted: list[int]) -> int:
-    """Count the occurrences before a token or a BREAK."""
+    """Count the occurrences of `wanted` that a token or a BREAK follows."""
     size = len(wanted)
     return sum(tokens[end - size : end] == wanted for end in range(size, len(tokens)))
 
 
 def longest_suffix(tokens: list[int], text: list[int]) -> list[int]:
-    """Return the longest suffix of `text` that occurs in `tokens` before a token."""
+    """Return the longest suffix of `text` that a token follows in `tokens`."""
     for start in range(len(text)):
         tail = text[start:]
         if BREAK not in tail and ends_of(tokens, tail):

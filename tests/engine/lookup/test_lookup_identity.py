@@ -141,7 +141,7 @@ def test_any_lookup_leaves_the_text_as_it_is(
 def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
     """The model reads nothing during long lookups, and all missed tokens after them."""
     text = known(name, True)[1]
-    # The lookup is right, and finds nothing in half of the text.
+    # The lookup is always right, but finds nothing in half of the text.
     corpus = [text[:25], text[40:55]]
     lookup = LookupDraft(corpus=corpus)
     result, parting = check(name, True, CascadeDraft(lookup, build(name)), 6)
@@ -177,7 +177,7 @@ def test_a_cascade_works_with_prompt_and_prefix_caches() -> None:
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_seed_repeats_its_text_whatever_came_before(acceptance: Acceptance) -> None:
-    """The noise depends on where rounds start. Earlier answers must not move that."""
+    """Noise depends on where rounds start. Earlier answers must not move the starts."""
     generator = SpeculativeGenerator(
         build("llama"),
         byte_tokenizer(),

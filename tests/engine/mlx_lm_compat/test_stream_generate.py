@@ -269,7 +269,7 @@ def test_caches_are_quantized_where_mlx_lm_quantizes_them(
         bitwise=TINY_MODELS[name].bitwise,
         caches=caches,
         make_lane=lambda model: Quantizing(model, start, bits),
-        rounding=0.2,  # a quantized number may differ if a bit of its input differs
+        rounding=0.2,  # a quantized number can differ if a bit of its input differs
         prefill_step_size=8,
         kv_bits=bits,
         kv_group_size=32,
@@ -359,7 +359,7 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
 def test_caches_go_round_through_mlx_lms_files(
     name: str, bits: int | None, tmp_path: Path
 ) -> None:
-    """Our turns and mlx-lm's alternate, with a file between; one starts to quantize."""
+    """Our turns and mlx-lm's alternate through files; one turn starts to quantize."""
     model, text = with_wide_heads(name)
     tokenizer = byte_tokenizer()
     file = str(tmp_path / "caches.safetensors")

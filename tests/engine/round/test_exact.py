@@ -1,4 +1,4 @@
-"""In exact mode the text of a seed and its reported values are the same bit for bit."""
+"""In exact mode drafts change no bit of a seed's text or of its reported values."""
 
 from collections.abc import Sequence
 from dataclasses import replace

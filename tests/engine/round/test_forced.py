@@ -66,7 +66,7 @@ class Silent:
         return Proposal(mx.array([], mx.uint32))
 
     def settle(self, accepted: int) -> None:
-        """Never called, as nothing was proposed."""
+        """Never called, because nothing was proposed."""
         raise AssertionError
 
     def discard(self) -> None:
@@ -103,7 +103,7 @@ def generated(
     return generator.generate(PROMPT, draft_length=length, **options)
 
 
-# After two forced tokens only an end token is allowed, but the text may not end.
+# After two forced tokens only an end token is allowed, but the text must not end.
 DEAD_END = TokenAutomaton({0: {5: 1}, 1: {6: 2}, 2: {7: 2}}, accepting=())
 
 

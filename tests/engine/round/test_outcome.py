@@ -47,7 +47,7 @@ def test_a_row_ends_for_its_own_unusable_logits_and_for_no_others() -> None:
     rows = verified([1, 2, 3, 4, 5, 6], [1, 0, 1], unusable=(1, 3))
     first, second, third = outcomes(rows, [1, 1, 1])
     assert isinstance(first, NonFiniteLogitsError)
-    assert good(second).tokens == [3]  # logits after its rejection do not count
+    assert good(second).tokens == [3]  # logits after its rejection are ignored
     assert good(third).tokens == [5, 6]
 
 

@@ -75,7 +75,7 @@ def test_an_error_in_a_drafted_round_changes_nothing(name: str, step: Step) -> N
             run.next_round()
         drafted = content(drafter.lane.caches)
         run.fail_one_round(step, error)
-        if count:  # the first round also feeds the drafter its prompt, and keeps it
+        if count:  # a failed first round leaves the prompt in the drafter
             assert_same_content(drafted, content(drafter.lane.caches))
     assert run.finish() == expected
     assert (

@@ -17,7 +17,7 @@ PROMPTS = (5, 17, 9)
 
 
 class Alternating:
-    """Forbids the likeliest token at every other call; may raise at a call."""
+    """Forbids the likeliest token at every other call; raises at call `raises_at`."""
 
     def __init__(self, raises_at: int = 0) -> None:
         self.calls: list[int] = []

@@ -24,7 +24,7 @@ LENGTHS = [1, 3, 16, 0, 0, 2, 7]
 
 @dataclass
 class Forwards:
-    """Shapes that were fed in advance, with the context then; shapes new in a round."""
+    """Shapes fed in advance, each with its context then; and shapes new in a round."""
 
     rehearsed: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
     compiled_in_rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -70,7 +70,7 @@ def dear(monkeypatch: pytest.MonkeyPatch, *, by_keys: bool = True) -> None:
 
 
 def texts(family: str, prompt: list[int], tokens: int, **options: Any) -> list[int]:
-    """Generate with planned lengths and a drafter often right; check the text."""
+    """Generate with planned lengths and an often right drafter; check the text."""
     model = build(family)
     known = [*prompt, *plain_text(model, prompt, tokens)]
     drafter = ScriptedDrafter(known, right=0.7)
