@@ -193,7 +193,7 @@ def test_every_kind_of_batch_presents_a_journal_of_rows(kind: AttentionKind) -> 
 def test_the_width_stays_bounded_over_a_thousand_rounds(
     window: int | None, turns: bool
 ) -> None:
-    """One row, or one after another, keeps few tokens; common padding is dropped."""
+    """Rounds keep tokens of one row, or of each in turn, and drop common padding."""
     kind = AttentionKind(window=window, step=32)
     lengths, cache = [5, 0, 3], merged(kind, [5, 0, 3])
     widest = 0

@@ -129,7 +129,7 @@ def test_the_distribution_is_mlx_lms(
     rows: Rows,
     key: int,
 ) -> None:
-    """Processors, filters and temperature apply in this order, equal bit for bit."""
+    """Processors, filters and temperature, in this order, give mlx-lm's bits."""
     sampling = Sampling(**penalties, **filters, temperature=temperature, seed=key)
     chooser = Chooser(sampling, VOCAB)
     logits = some_logits(key, rows.count)

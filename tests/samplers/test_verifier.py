@@ -154,7 +154,7 @@ def test_a_restricted_vocabulary_chooses_as_the_whole_one_without_the_rest(
     ids: list[int],
     beyond: list[int],
 ) -> None:
-    """Ids that the target lacks are left out, at any place."""
+    """Ids that the target lacks are left out of the choice."""
     verifier, rows = verifier_of(options, acceptance), Rows(KNOWN)
     few = logits_of(key, 1, len(ids) + len(beyond))
     whole = np.full((1, WIDTH), -np.inf, dtype=np.float32)

@@ -151,7 +151,7 @@ def _dims(cache: Any) -> tuple[tuple[int, ...], int]:
 
 
 def use(cache: Any) -> None:
-    """Write twice to a loaded cache, not a list, and check what the writes return."""
+    """Write twice to a loaded cache that is no list; check what the writes return."""
     if isinstance(cache, LayerCache):
         _use_layer(cache)
     elif isinstance(cache, native.ArraysCache):
@@ -237,7 +237,7 @@ def judged(path: Path, live: Live) -> tuple[str, str]:
     try:
         saved = load_caches(path)
     except CacheFileError:
-        alone = "refused"  # a file of mlx-lm may need `like`
+        alone = "refused"  # some files of mlx-lm need `like`
     if saved is not None:
         sound(saved, path.with_suffix(".again"))
         for _, leaf in leaves([*saved.caches, *(saved.draft_caches or ())]):

@@ -55,7 +55,7 @@ def test_rows_of_a_batch_kv_cache_equal_their_twins(
 def test_rows_of_a_ragged_cache_equal_their_twins(
     note_rounds: Callable[[int], None],
 ) -> None:
-    """The model may have a window that the cache does not know."""
+    """The model can have a window that the cache does not know."""
     kinds = st.builds(
         RaggedKind, step=st.sampled_from([4, 256]), narrow=st.sampled_from([None, 5])
     )

@@ -1,6 +1,7 @@
 """With `isolated=True` the live caches are never written before the commit.
 
-Random rounds are in test_twins.py; here are whole models, and caches without a copy.
+Random rounds are in test_twins.py. Here are whole models, and caches that cannot be
+copied.
 """
 
 import threading

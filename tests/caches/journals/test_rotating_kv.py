@@ -35,7 +35,7 @@ def write(cache: Any, position: int, serial: int = 999) -> None:
 
 
 def test_a_row_that_was_undone_is_not_saved_for_later() -> None:
-    """A round past the ring's end is rolled back; the next restores its slots."""
+    """A round past the ring's end is rolled back; a second one restores old rows."""
     cache = filled(window=3, rows=2)
     with Speculation([cache]) as first:
         for position in (2, 3):
@@ -49,7 +49,7 @@ def test_a_row_that_was_undone_is_not_saved_for_later() -> None:
 
 
 def test_rows_saved_before_the_state_was_replaced_are_not_used() -> None:
-    """A user may load another text into the same object, at the same position."""
+    """A user can load another text into the same object, at the same position."""
     cache, other = filled(window=4, rows=6), RotatingKVCache(max_size=4)
     for position in range(6):
         write(other, position, serial=700 + position)
@@ -115,7 +115,7 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
 def test_each_row_of_a_round_sees_what_it_would_see_alone(
     rows: int, window_size: int | None, slack: bool, isolated: bool
 ) -> None:
-    """The model's window may be larger than the ring, as in plamo3."""
+    """The model's window can be larger than the ring, as in plamo3."""
     alone = filled(window=4, rows=rows)
     cache: Any = copy.deepcopy(alone)
     cache = SlidingKVCache.from_native(cache) if slack else cache

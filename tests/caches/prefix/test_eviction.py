@@ -66,7 +66,7 @@ def test_side_requests_never_evict_a_session_that_costs_more(
 def test_many_side_requests_between_turns_leave_a_session(
     kind: Kind, spare: int
 ) -> None:
-    """Side requests may cost three times the session, once it has had some turns."""
+    """After some turns a session outlasts side requests of three times its cost."""
     free, _ = bound(1 << 30, kind)
     turns = [[*SESSION, *[0] * (2 * turn)] for turn in range(8)]
     for tokens in turns:

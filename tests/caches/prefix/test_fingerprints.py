@@ -1,4 +1,4 @@
-"""A prefix cache's folder identifies a model by all its weights and settings alone."""
+"""A prefix cache's folder knows a model by all its weights and settings only."""
 
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def test_each_change_of_a_model_has_a_mark_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_equal_model_has_the_same_mark(name: str) -> None:
-    """Arrays of the equal model are views, computed, and in another order."""
+    """The arrays of the equal model are strided views of computed arrays."""
     one, other = Model(), Model()
     for model in (one, other):
         CHANGES[name](model)

@@ -1,7 +1,7 @@
 """A node holds the rows of all roles; the tree agrees with a table of stored prefixes.
 
 A role is a target, a draft model, or a head whose rows depend on one to three later
-tokens. A request may lack a role, and a role may lack the last tokens.
+tokens. A request can lack a role, and a role can lack the last tokens.
 """
 
 from collections.abc import Iterator

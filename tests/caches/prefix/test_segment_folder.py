@@ -67,7 +67,7 @@ def filled(folder: Path, kinds: Kinds) -> str:
 def test_another_process_finds_what_memory_has(
     name: str, texts: list[list[int]], spare: int | None
 ) -> None:
-    """The other process may have less memory than the segments need."""
+    """The other process can have less memory than the segments need."""
     kinds = KINDS[name]
     with TemporaryDirectory() as place:
         folder = Path(place, "made", "here")
@@ -152,7 +152,7 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_the_key_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several processes may make a key at the same moment."""
+    """Several processes can make a key at the same moment."""
     barrier, link = threading.Barrier(4), os.link
 
     def link_together(source: Path, place: Path) -> None:

@@ -18,7 +18,7 @@ LENGTHS = (17, 6, 20)
 
 
 def quantized(model: nn.Module, length: int, bits: int) -> list[Any]:
-    """Return caches that hold a prompt, as a stream quantizes them."""
+    """Return caches that hold a prompt, quantized as in a stream."""
     caches = make_prompt_cache(model)
     model(mx.array([prompt_of(length)]), cache=caches)
     KVQuantization(bits, 32).replace(caches)

@@ -1,4 +1,4 @@
-"""Masks and commits for several tokens at once equal those for one by one."""
+"""Masks and commits for several tokens at once equal those made one by one."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -149,7 +149,7 @@ def test_tokens_stay_up_to_the_first_that_nothing_may_follow(
 
 
 def test_an_end_is_allowed_exactly_where_the_text_may_end() -> None:
-    """The table may also name the end elsewhere, or nowhere."""
+    """The table can name an end token where the text cannot end, or name none."""
     automaton = TokenAutomaton({0: {1: 1, 6: 1}, 1: {1: 2}, 2: {1: 1}}, accepting={2})
     text = Constrained(automaton, usable=usable(), ends=[6, 99])
     assert rows_of(text.masks([1, 1, 1], 4)) == [[1], [1], [1, 6], [1]]
@@ -200,7 +200,7 @@ def test_a_text_that_is_stuck_is_refused_and_drafts_that_get_stuck_are_not() -> 
 def test_a_failure_counts_where_it_is_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A grammar may be too complex after a draft that the text never accepts."""
+    """A grammar can get too complex in a draft that the text never accepts."""
 
     def failing(self: AutomatonState) -> NDArray[np.bool_]:
         if self._place == 2:

@@ -147,7 +147,7 @@ def test_top_k_keeps_k_tokens_the_lowest_ids_among_equals(
 
 @given(key=KEYS, share=st.sampled_from([1e-6, 0.05, 0.5, 1.0]), keep=st.integers(1, 12))
 def test_min_p_equals_mlx_lms(key: int, share: float, keep: int) -> None:
-    """With fewer tokens than `keep`, all are kept; mlx-lm fails then."""
+    """With fewer tokens than `keep`, all are kept, but mlx-lm fails."""
     log_probs = some_log_probs(key, (3, 10))
     expected = apply_min_p(log_probs, share, min(keep, 10))
     assert mx.array_equal(min_p(log_probs, share, keep), expected).item()

@@ -62,7 +62,7 @@ def test_all_rows_at_once_equal_mlx_lms_processors_on_each_row(
 def test_ids_past_the_width_change_nothing(
     options: dict[str, Any], rows: Rows, key: int
 ) -> None:
-    """A draft may have fewer ids than the target."""
+    """A draft can have fewer ids than the target."""
     logits = some_logits(rows.count, mx.float32, key)
     penalties = Penalties(Sampling(**options))
     wide = penalties.apply(logits, rows)

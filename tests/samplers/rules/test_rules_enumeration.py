@@ -255,7 +255,7 @@ def test_block_verification_equals_token_wise_where_it_cannot_gain() -> None:
 
 
 def test_the_papers_example_accepts_10_and_11_ninths() -> None:
-    """Sun et al., section 2: probabilities 1/3, 2/3 and 2/3, 1/3, k = 2."""
+    """Sun et al., section 2: target 1/3 and 2/3, draft 2/3 and 1/3; two are drafted."""
     target, draft = np.array([1, 2]) / 3, np.array([2, 1]) / 3
     distributions = Tables(
         [np.broadcast_to(target, (1, 2**d, 2)) for d in range(3)],
