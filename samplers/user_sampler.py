@@ -42,7 +42,7 @@ def _one(token: Any) -> mx.array:
 def within(
     tokens: mx.array, normals: mx.array, width: int
 ) -> tuple[mx.array, mx.array]:
-    """Replace ids [rows] from `width` on, and set their `normals` [rows] to NaN."""
+    """Limit ids [rows] to `width` - 1; the `normals` [rows] of changed ids get NaN."""
     # Otherwise the embedding would read out of bounds before the host sees the id.
     exist = tokens < width
     nan = mx.array(mx.nan, normals.dtype)

@@ -49,7 +49,11 @@ def _dropped_errors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def drop(clean_up: Callable[[], object], opcode: int) -> int:
-    """Finalize an object with a signal at an opcode; return the opcodes left."""
+    """Finalize an object with a signal at an opcode.
+
+    Returns:
+        The opcode minus the number of opcodes that ran.
+    """
     dropped = Dropped(clean_up)
     with signal_at(opcode) as left:
         del dropped
@@ -167,7 +171,8 @@ def rows(opened):
         while True:
             yield batch.next()
 
-# With globals of their own: else all are in one cycle, which ends before modules do.
+# Each has its own globals: shared ones would put all objects into one reference cycle,
+# which is collected before modules are.
 texts, rows = (types.FunctionType(each.__code__, {{}}) for each in (texts, rows))
 halves = [
     generator.stream(prompt, max_tokens=8),

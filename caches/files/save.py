@@ -79,7 +79,7 @@ def save_caches(
 
 
 def _checked(caches: Sequence[Any], whose: str) -> list[Any]:
-    """Return copies of caches whose fields fit each other, without unused rows."""
+    """Return copies of caches without unused rows; refuse fields that do not fit."""
     checked_leaves(
         caches, kinds.is_known, "saved", kinds.KNOWN_KINDS, f"The {whose}'s cache"
     )

@@ -37,8 +37,8 @@ def moved(x: mx.array, right: mx.array, width: int) -> mx.array:
 
     `x` is [batch, heads, positions, dim]. `right` is int [batch]: how many positions
     each row moves; below 0: to the left. The columns to the left of a moved row repeat
-    its first position, so no rejected position comes in. Positions moved out at either
-    end are lost.
+    its first position; a cyclic shift would put rejected positions there. Positions
+    moved out at either end are lost.
     """
     source = mx.arange(width, dtype=right.dtype)[None] - right[:, None]
     source = mx.clip(source, 0, x.shape[2] - 1)  # [batch, width]

@@ -65,8 +65,9 @@ HOLDINGS: dict[type, Holding] = {
 def state_of(cache: Any) -> Fields:
     """Return copies, not evaluated, of the fields of a cache that is saved as a state.
 
-    Rows that no later write can see are left out: rows before a sliding window, rows
-    beyond a ring's window after a write of several rows, and a ring's free slots.
+    Rows to which no later token attends are left out: rows before a sliding window, the
+    oldest rows of a ring that a write of several rows has made longer than its window,
+    and a ring's free slots.
     """
     fields, both = dict(vars(cache)), ("keys", "values")
     if isinstance(cache, SlidingKVCache) and cache.keys is not None:

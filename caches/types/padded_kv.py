@@ -13,7 +13,8 @@ is not above the row count, so padding is at most an eighth of the rows.
 
 The padding consists of zeros or of rows that were rolled back. The mask gives it weight
 0, but if a row of the padding is not finite, the logits are not finite either. Every
-round checks whether the logits are finite. A sliding window is padded until it is full.
+round checks whether the logits are finite. A cache with a sliding window is padded only
+while the window is not full.
 
 A padded cache is used only for models that were tested with it (`key_steps` in
 `models/exclusions.toml`). Such a model takes its mask from `make_mask` of a cache of
@@ -47,8 +48,8 @@ class KeySteps:
     __slots__ = ("ends",)
 
     def __init__(self) -> None:
-        # By the size of the window (None: no window), the offset after the rows of the
-        # last mask, if that mask was padded.
+        # For each padded mask, by the size of its window (None: no window), the offset
+        # that the cache has once the rows of that mask are written.
         self.ends: dict[int | None, int] = {}
 
 

@@ -111,7 +111,7 @@ class CascadeDrafter(OpenDrafter):
 
     @property
     def shared(self) -> OpenDrafter:
-        """The first drafter, or the cascade itself if the first drafter is free."""
+        """The first drafter, or the cascade itself if that drafter has no model."""
         first = self._drafters[0]
         return self if first.free else first
 

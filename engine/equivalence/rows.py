@@ -62,17 +62,19 @@ def verify_both_ways(
     text: Sequence[int],  # the greedy continuation, at least `draft_length` tokens
     *,
     draft_length: int,  # k, at least 1
-    places: int,  # how many drafts, at least 1; fewer if the text is too short
+    places: int,  # how many drafts, at least 1; fewer if the text is short
     seed: int,  # draws the wrong token of each draft and its index
     sliding: Sliding = "native",
 ) -> Iterator[Place]:
     """Yield comparisons at places that are evenly spread over the text.
 
-    Before every other place, the text is fed in forwards over k + 1 tokens, else one by
-    one. Forwards over several tokens change the order of keys in a ring cache.
+    Before the first place, the third and so on, the text is fed in forwards over k + 1
+    tokens, which change the order of keys in a ring cache; before the others, one by
+    one.
 
     Raises:
-        InvalidRequestError: the text is too short.
+        InvalidRequestError: the text has fewer tokens than a draft, the prompt is
+            empty, or a number is below 1.
         NonFiniteLogitsError: a row holds NaN.
     """
     room = len(text) - draft_length

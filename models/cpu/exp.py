@@ -18,8 +18,8 @@ import mlx.core as mx
 
 _PER_LN_2 = 1.0 / math.log(2.0)
 _BIAS, _EXPONENT = 127, 1 << 23
-# Coefficients of (2^f - 1) / f, the highest power first: a least-squares fit to the
-# relative error, weighted until all peaks of the error were equal.
+# Coefficients of (2^f - 1) / f, the highest power first. They minimize the weighted
+# squares of the relative error, with weights that make all peaks of the error equal.
 _COEFFICIENTS = (
     0.0013264674926176667,
     0.009671496227383614,

@@ -1,7 +1,8 @@
 """Operations of `models/cpu`, as one `DeviceOps`.
 
-This attention is used only if mlx uses OpenBLAS: there a row's rounding depends on the
-rows computed with it anyway. Drafts can be compiled on any CPU.
+With the attention of `models/cpu` a row's rounding depends on the other rows of the
+forward. It is used only if mlx uses OpenBLAS, where mlx's own products round so too.
+Drafts can be compiled on any CPU.
 """
 
 from typing import Any

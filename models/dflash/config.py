@@ -134,7 +134,8 @@ def block_settings(
         causal=tuple(_causal(config, window, causal) for window in windows),
         anchor=anchor,
         rotations=rotations,
-        # Other files copy a share from the target, but rotate whole heads.
+        # Only drafters made of Qwen3.5's layers rotate a part of each head. Other files
+        # copy `partial_rotary_factor` from the target, without effect.
         partial=of_qwen3_5,
         pairs=neox is False,
         value_scale=float(fields.get("attention_value_scale") or 1.0),
@@ -165,7 +166,7 @@ def own_keys(config: Config) -> Config:
 def stated_anchor(config: Config) -> Anchor | None:
     """Return the anchor that config.json states; None: it states none.
 
-    Files of the library speculators state it by the number of drafted tokens.
+    Files of the library `speculators` state it by the number of drafted tokens.
     """
     fields = own_keys(config)
     said = fields.get("sample_from_anchor")
@@ -216,10 +217,10 @@ def layer_readings(
 def open_readings(config: Config) -> tuple[bool, bool]:
     """Return whether config.json leaves open how its list counts layers.
 
-    The second result says whether it leaves the anchor open. The library speculators
-    takes a number in its lists as the layer below the one that other readers take.
-    Readers also differ in the anchor if `sample_from_anchor` is missing. A GGUF file
-    does not say how its list counts.
+    The second result says whether config.json leaves the anchor open. The library
+    `speculators` reads the number n of a list as layer n - 1, other libraries as layer
+    n. Libraries also differ in the anchor if `sample_from_anchor` is missing. A GGUF
+    file does not say how its list counts.
     """
     fields = own_keys(config)
     speculators = config.get("speculators_model_type") is not None

@@ -56,7 +56,8 @@ def load_dspark(
 
     Raises:
         ModelFolderError: the drafter is of another kind or target, or not complete.
-        ConventionError: no reading scores better than chance.
+        ConventionError: the drafter scores no better than chance, however its layer ids
+            and its anchor are read.
     """
     config, weights = _read(Path(folder).expanduser())
     settings = _by_tensors(read_settings(config), weights)

@@ -42,7 +42,9 @@ from mlx_speculation.models.source_digests import is_known
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
-_RANK = 0  # the innermost hook of a mixer, since it copies code of the plain class
+# The innermost hook of a mixer: its methods are made from the code of the plain class,
+# so they would skip a hook inside them.
+_RANK = 0
 
 
 def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:

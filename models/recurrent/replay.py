@@ -7,14 +7,14 @@ These are most of the weights that a decode step reads. But the states follow fr
     a causal convolution         the rows that went into it         a copy of K - 1 rows
     a scan (gated delta, SSD,    the arguments of the scan          one scan
       lightning attention)
-    a scan, run as a block       the results of the block           one product
+    a scan of all rows at once   its intermediate results           one product
     RG-LRU                       its output, which has all states   a copy of one row
     the last raw key and value   all raw keys and values            a copy of one row
     the last token ids           the ids                            a copy of n ids
 
 Everything here is lazy, and reads no weights except each head's decay and bias. If
-notes are incomplete, for example because the source of a scan is unknown, the mixer
-runs again over its inputs.
+notes are incomplete, for example because the source code of a scan is unknown, the
+mixer runs again over its inputs.
 """
 
 import functools

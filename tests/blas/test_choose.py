@@ -84,7 +84,7 @@ def test_openblas_answers_the_calls_of_mlx(name: str) -> None:
     assert in_order == "False"
 
 
-# Prints the environment while OpenBLAS is loaded globally, and afterwards.
+# Prints the environment at the moment when OpenBLAS is loaded globally, and afterwards.
 WATCHED = """
 import ctypes, os
 class Watched(ctypes.CDLL):

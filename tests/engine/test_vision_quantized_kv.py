@@ -1,4 +1,4 @@
-"""Texts with quantized caches after images equal plain steps, with every draft."""
+"""After images, texts with quantized caches equal plain steps, with every draft."""
 
 from functools import cache
 from typing import Any

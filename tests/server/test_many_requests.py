@@ -348,7 +348,7 @@ def check(answer: Answer, wanted: Wanted, plain: SpeculativeGenerator) -> int:
 
 
 def counted(server: Server) -> Callable[..., float]:
-    """Return a function that sums the current metrics with a given name and labels."""
+    """Fetch the metrics; return a function that sums those with a name and labels."""
     samples = [
         sample
         for family in text_string_to_metric_families(

@@ -60,7 +60,8 @@ def kept_rows(
 ) -> Logits:
     """Return the logits of every committed row by position, float32 [vocab] each.
 
-    Plain steps follow the rounds to the end. Without a shape, the mode is not exact.
+    After the rounds, plain steps go on to the end of the text. Without a shape, the
+    mode is not exact.
     """
     lane = Lane(model, sliding="slack", shape=shape)
     lane.quantization = quantization

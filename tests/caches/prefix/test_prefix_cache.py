@@ -82,7 +82,7 @@ def test_restore_points_of_running_streams_are_inside_the_budget() -> None:
     assert prefixes.nbytes == one.nbytes + other.nbytes <= 60 * ROW
     assert [point.stop for point in one.taken] == list(range(EVERY, 41, EVERY))
     places = [point.stop for point in other.taken]
-    assert places[0] <= 2 * EVERY  # a short stream can lose its first point
+    assert places[0] <= 2 * EVERY  # the first point can be evicted early
     assert places[-1] == 80
     gaps = [two - one for one, two in pairwise(places)]
     assert max(gaps) <= 4 * EVERY

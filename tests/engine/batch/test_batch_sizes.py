@@ -1,4 +1,4 @@
-"""Shapes, costs and copied rows of batches that pad numbers of rows to few sizes."""
+"""Batches that pad their rows to one of a few numbers: shapes, costs, copies."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -103,7 +103,7 @@ def test_sizes_are_not_used_on_a_cpu() -> None:
 
 @pytest.fixture(name="copied")
 def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Record the old places of the rows in each copy of a layer."""
+    """Record, at each copy of the rows of a layer's cache, their old places."""
     places: list[list[int]] = []
     usual = RaggedKVCache.filter
 

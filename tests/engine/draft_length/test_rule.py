@@ -119,7 +119,7 @@ def test_drafts_that_are_always_wrong_lose_the_credit_and_its_share() -> None:
 
 
 def test_a_free_source_may_know_no_costs_beside_one_that_was_calibrated() -> None:
-    """A free source without known costs is taken to cost what the other does."""
+    """A lookup without known costs is taken to cost what the other source does."""
     model, lookup = Source(RoundCosts({0: {0: 1.0, 4: 1.4}})), Source(free=True)
     rule = DraftRule([model, lookup], Credit(), 16)
     offered = [[[0.1] * 8, [0.9] * 8]]

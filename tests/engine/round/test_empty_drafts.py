@@ -102,7 +102,7 @@ def test_any_plan_of_drafts_gives_the_text_and_the_caches(
 
 
 def test_what_is_drafted_behind_a_step() -> None:
-    """`limit` includes the guess of the step's token, and `settle` a right guess."""
+    """`limit` includes the guess of the step's token; `settle` includes a right one."""
     model, text = known("llama")
     first = len(PROMPT)
     # Two plain steps. Then, behind the third, a draft of five tokens: a guess of the
@@ -133,7 +133,7 @@ def test_what_is_drafted_behind_a_step() -> None:
 def test_a_wrong_first_token_costs_only_itself(
     by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens after a changed one are often right again."""
+    """After a wrong guess of the step's token, other drafted tokens are often right."""
     model, text = known("llama")
     assert 0 < text[1] < 255
     monkeypatch.setattr(PlannedDrafter, "by", by)

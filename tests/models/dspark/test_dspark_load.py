@@ -35,7 +35,7 @@ def test_every_packaging_is_read(name: str, tmp_path: Path) -> None:
     assert head.dspark.markov == (kind[0] if kind else "vanilla")
 
 
-def test_noise_of_the_targets_rope_is_left_out(tmp_path: Path) -> None:
+def test_the_form_of_the_targets_rope_is_kept(tmp_path: Path) -> None:
     """Only a drafter made of Qwen 3.5's layers rotates a part of each head."""
     model = build("llama", layers=4)
     plain = load_dspark(write_block(tmp_path / "1", "deepspec"), model).head

@@ -46,7 +46,7 @@ def test_the_trained_head_is_read_right_wherever_its_list_stands(
     assert drafter.eagle.layers == (1, 3, 5)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    # vLLM writes the list at the top level and counts from 1: layers 0, 2 and 4.
+    # At the top level, where vLLM writes it, the list [1, 3, 5] counts layers from 1.
     wrong = {**config, IDS: config.pop("eagle_config")[IDS]}
     del wrong["eagle_config"]
     (tmp_path / "config.json").write_text(json.dumps(wrong), encoding="utf-8")

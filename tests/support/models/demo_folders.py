@@ -17,7 +17,7 @@ def copy_of(name: str, folder: Path) -> Path:
 
 
 def probed_hybrid(folder: Path) -> Path:
-    """Copy the hybrid model, and save the result of a probe of its head."""
+    """Copy the hybrid model, and save the convention that a probe would find."""
     copy = copy_of("hybrid", folder)
     return probed(copy, load(copy)[0], MtpConvention(norms="stored"))
 

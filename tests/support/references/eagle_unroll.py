@@ -1,7 +1,8 @@
-"""Loss of an EAGLE-3 head on a row of text, in torch, computed slot by slot.
+"""Loss of an EAGLE-3 head on a row of text, in torch, position by position.
 
-Each slot drafts separately, one token after the other, and computes its keys again. The
-library unrolls all slots at once; this code shares nothing with it.
+From each position the head drafts separately, one token after the other, and computes
+its keys again. The library unrolls all positions at once; this code shares nothing with
+it.
 """
 
 from typing import Any

@@ -23,8 +23,8 @@ from mlx_speculation.option_fields import option
 
 Measured = dict[str, Any]
 
-# Fields of the commands' JSON that are published. No field has a path, an environment
-# variable or a text.
+# Fields of the commands' JSON that are published. `_stage` removes paths and tokens of
+# texts from them; no field has an environment variable.
 SHARED: Mapping[str, Sequence[str]] = {
     "doctor": ("cpu", "device", "advice"),
     "check": ("same", "rows"),
@@ -39,8 +39,8 @@ _PROGRESS = re.compile(r".+: (\d+)/(\d+)")  # a line of `Screen.progress`
 ROWS = 8  # tokens in a forward of exact mode
 LENGTH = 4  # the fixed draft length of the benchmark
 BUSY = (
-    "A round with a draft took less time than a plain step, so the machine was busy in "
-    "some of them. Close other programs and run the report again."
+    "A round with a draft took less time than a plain step, so other programs slowed "
+    "some rounds or steps. Close other programs and run the report again."
 )
 
 
@@ -145,7 +145,7 @@ def _stage(name: str, words: Sequence[str], progress: Report) -> Measured:
     if name == "benchmark":
         shared["drafts"] = [short_name(each) for each in shared["drafts"]]
     for place in (shared.get("rows"), *shared.get("arms", ())):
-        if isinstance(place, dict):  # the two fields hold tokens of texts
+        if isinstance(place, dict):  # `first` and `partings` hold tokens of texts
             place.pop("first", None)
             place.pop("partings", None)
     result: Measured = json.loads(_without_paths(json.dumps(shared)))

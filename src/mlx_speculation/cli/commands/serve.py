@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 KEY = "MLX_SPECULATION_API_KEY"
 # The largest context that `agent_lines` gets, since some configs set no limit.
 MOST_CONTEXT = 1 << 20
-AGENT_TOKENS = 10_000  # about the tokens of a coding agent's shortest first prompt
+AGENT_TOKENS = 10_000  # roughly the shortest first prompt of a coding agent
 LOOK_SECONDS = 0.5
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 

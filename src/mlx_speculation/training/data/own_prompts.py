@@ -77,7 +77,8 @@ SEEDS = (
 def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat template before and after a user's text.
 
-    Without a template, the tokens that begin any text come before, and none after.
+    Without a template, the first list has the tokens that begin any text, and the
+    second is empty.
 
     Raises:
         InvalidRequestError: the template does not repeat the text unchanged.
