@@ -43,7 +43,7 @@ class Compared:
         if self.credit <= 0:
             return f"{name} has no credit ({steps})"
         if not self.options:
-            return f"drafts of {name} take too long (credit {steps})"
+            return f"no draft of {name} pays with a credit of {steps}"
         best = max(self.options, key=lambda option: option.speed)
         return f"{name}: {best.tokens:.2f} tokens in {best.seconds * 1e3:.1f} ms"
 

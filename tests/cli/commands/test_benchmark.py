@@ -8,6 +8,7 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.cli import measure
+from mlx_speculation.cli.commands import benchmark
 from mlx_speculation.engine.equivalence import texts
 from mlx_speculation.engine.equivalence.texts import Parting
 from support.models.demo_folders import copy_of
@@ -61,8 +62,10 @@ def test_all_arms_are_measured_and_their_texts_compared(
     assert "x plain" in done.stdout
     verdict, advice = done.stdout.splitlines()[-2:]
     assert verdict == "All texts are those of plain decoding."
-    assert advice.startswith(("Best here: --draft /", "No draft pays here: the best, "))
-    assert report["advice"].startswith(("Best here", "No draft pays"))
+    busy = "Plain decoding ran at "
+    best = "Best here: --draft /"
+    assert advice.startswith((best, "No draft pays here: the best, ", busy))
+    assert report["advice"].startswith(("Best here", "No draft pays", busy))
 
 
 def test_two_names_of_the_same_lookup_are_measured_once(commands: Commands) -> None:
@@ -71,8 +74,23 @@ def test_two_names_of_the_same_lookup_are_measured_once(commands: Commands) -> N
     done = commands(*words, "--draft-length", "2", "-p", "A list", "--passes", "1")
     assert done.exit_code == 0
     assert "lookup is not measured: it is the same draft as auto" in done.stderr
-    assert "auto k=2" in done.stdout
-    assert "lookup k=2" not in done.stdout
+    assert "auto: lookup k=2" in done.stdout
+    assert "lookup k=2" not in done.stdout.replace("auto: lookup", "")
+
+
+@pytest.mark.parametrize(
+    ("plain", "advice"),
+    [
+        ([10.0, 13.0], "Best here: --draft a --draft-length 4, 2.00 times plain."),
+        ([10.0, 14.1], "Plain decoding ran at 10.0 to 14.1 tokens/s: other programs"),
+    ],
+)
+def test_nothing_is_recommended_if_plain_decoding_was_not_steady(
+    plain: list[float], advice: str
+) -> None:
+    arms = [measure.Arm("plain", 0, speeds=plain) for _ in range(2)]
+    arms.append(measure.Arm("a k=4", 4, speeds=[2 * each for each in plain]))
+    assert benchmark._advice(arms, arms[0], ["a"]).startswith(advice)
 
 
 @pytest.mark.parametrize("draft", ["lookup", "auto"])

@@ -105,7 +105,7 @@ def test_answers_go_through_the_template(commands: Commands, tmp_path: Path) -> 
 
 
 def test_reset_and_quit_and_empty_lines(commands: Commands) -> None:
-    report = talk(commands, "a = 1\n\n/reset\n/help\na = 1\n/quit\nb\n", DRAFT)
+    report = talk(commands, "a = 1\n\n/reset\n/help\n/bye\na = 1\n/quit\nb\n", DRAFT)
     first, second = report["turns"]
     assert first["prompt_tokens"] == second["prompt_tokens"]
     assert first["tokens"] == second["tokens"]
@@ -116,7 +116,7 @@ def test_text_is_on_standard_output_and_figures_are_not(commands: Commands) -> N
     report = talk(commands, "a = 1\n", DRAFT)
     assert done.exit_code == 0
     assert done.stdout == report["turns"][0]["text"] + "\n"
-    assert "1 turns, " in done.stderr
+    assert "turns: 1, tokens: " in done.stderr
     assert "note: no chat template is used" in done.stderr
 
 
@@ -191,7 +191,7 @@ def test_one_ctrl_c_at_the_prompt_of_a_terminal_does_not_end_it(
     assert "/reset begins anew" in done.stderr
     again = "Ctrl-C again, or Ctrl-D, ends the chat."
     assert (again in done.stderr) == ("^C" in pressed)
-    assert f"{turns} turns, " in done.stderr
+    assert f"turns: {turns}, " in done.stderr
 
 
 def test_a_message_that_is_no_utf8_is_refused(commands: Commands) -> None:

@@ -41,7 +41,7 @@ def planned(survival: list[float], *, cost: float, credit: float = 4.0) -> Plan:
     [
         ([], 0.1, 4.0, "lookup has no proposal"),
         ([0.9], 0.1, -0.5, "lookup has no credit (-0.5 steps)"),
-        ([0.9], 3.0, 1.0, "drafts of lookup take too long (credit 1.0 steps)"),
+        ([0.9], 3.0, 1.0, "no draft of lookup pays with a credit of 1.0 steps"),
         ([0.1], 0.5, 4.0, "lookup: 1.10 tokens in 15.0 ms"),
     ],
 )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (1, 2, 4, 8)
 LEAST_GAIN = 1.02  # a draft with a smaller speed-up is not recommended
+BUSY = 1.4  # ratio of plain decoding's speeds from which the machine counts as busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def benchmark(
     lengths = _lengths(drafts.draft_length, run.compare_length or ())
     drafted = _generators(pairs, lengths, screen)
     names, generators = list(drafted), list(drafted.values())
-    labels = [Path(name).name or name for name in names]
+    labels = [_label(name, each) for name, each in drafted.items()]
     tokenizer = generators[0].tokenizer
     chance = sampling.sampling(tokenizer).with_seed()
     chat = template.applies(tokenizer)
@@ -172,6 +173,16 @@ def _generators(
     return generators
 
 
+def _label(name: str, generator: "SpeculativeGenerator") -> str:
+    """Return the last part of a draft's name; for "auto" also the drafts it has found.
+
+    A name such as "..", which has no last part, stays as it is.
+    """
+    if name != "auto" or generator.draft is None:
+        return Path(name).name or name
+    return "auto: " + " and ".join(each.kind for each in generator.draft.members())
+
+
 def _report(
     screen: Screen, arms: Sequence[Arm], names: Sequence[str], title: str, **more: Any
 ) -> None:
@@ -233,6 +244,13 @@ def _prompts(
 
 def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
     """Return a line that recommends the fastest draft and length, if one pays."""
+    speeds = Spread.of(plain.speeds)
+    if speeds.high > BUSY * speeds.low:
+        return (
+            f"Plain decoding ran at {speeds.low:.1f} to {speeds.high:.1f} tokens/s: "
+            "other programs were busy, so these figures say little. Close them and "
+            "measure again."
+        )
     best = max(arms[2:], key=lambda arm: arm.over(plain.speeds).median)
     gain = best.over(plain.speeds).median
     if gain < LEAST_GAIN:

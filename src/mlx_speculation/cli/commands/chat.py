@@ -1,5 +1,6 @@
 """`chat`: a conversation whose caches are kept between turns."""
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -101,7 +102,7 @@ class _Talk:
         accepted = sum(each["accepted"] for each in counted)
         share = percent(accepted / drafted) if drafted else "none drafted"
         tokens = sum(each["emitted"] for each in counted)
-        return f"{len(self.turns)} turns, {tokens} tokens, accepted: {share}"
+        return f"turns: {len(self.turns)}, tokens: {tokens}, accepted: {share}"
 
     def run(self) -> bool:
         """Answer every message; return whether Ctrl-C has ended the chat."""
@@ -111,7 +112,7 @@ class _Talk:
                     break
                 if message == "/reset":
                     self.conversation.clear()
-                elif message == "/help":
+                elif re.fullmatch("/[a-z]+", message):  # /help, or no command
                     self.screen.say(HELP)
                 elif message.strip():
                     self._turn(message)

@@ -38,6 +38,7 @@ _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/\"']+/)+")
 _PROGRESS = re.compile(r".+: (\d+)/(\d+)")  # a line of `Screen.progress`
 ROWS = 8  # tokens in a forward of exact mode
 LENGTH = 4  # the fixed draft length of the benchmark
+SHARE = "https://github.com/mlx-speculation/mlx-speculation/issues/new/choose"
 BUSY = (
     "A round with a draft took less time than a plain step, so other programs slowed "
     "some rounds or steps. Close other programs and run the report again."
@@ -95,7 +96,7 @@ def report(
     for file, content in zip(files, (text, json.dumps(page, indent=1)), strict=True):
         with writing("--folder", file) as opened:
             opened.write_text(content + "\n" * (file == files[1]), encoding="utf-8")
-    screen.say(f"written: {files[0]}, {files[1]}")
+    screen.say(f"written: {files[0]}, {files[1]}; to share: {SHARE}")
     if stopped is not None:
         raise typer.Exit(INTERRUPTED)
     if any("error" in each for each in measured.values()):
