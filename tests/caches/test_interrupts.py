@@ -159,7 +159,7 @@ def test_an_interrupted_round_leaves_the_cache_as_it_was(
             speculation.commit(keep)
 
     for line in at_every_line(action):
-        # The probes alternate, since damage at one line still shows after the next.
+        # Each line gets one probe. Damage stays, so another line's probe finds it too.
         which = line % len(PROBES)
         by_line[which][line] = kind.content(cache, PROBES[which])
     for each, expected in zip(by_line, before, strict=True):

@@ -348,7 +348,7 @@ def test_a_commit_of_arrays_that_was_not_prepared_is_refused() -> None:
 
 
 def prefilled(name: str) -> tuple[nn.Module, list[Any]]:
-    """Build a tiny model whose caches hold the prompt, twice over."""
+    """Build a tiny model whose caches hold `PROMPT` twice in a row."""
     model = build(name)
     caches = make_prompt_cache(model)
     model(mx.concatenate([PROMPT, PROMPT], axis=1), cache=caches)

@@ -316,7 +316,7 @@ def test_an_error_of_a_constraint_rolls_the_round_back(
 
 
 def test_reads_are_counted() -> None:
-    """There is a read for each drafted token, and at most one more in each round."""
+    """The host waits for each drafted token, and at most once more in each round."""
     generator = drafted("llama", model("llama", seed=1))
     options: dict[str, Any] = {"constraint": steps(40), "sampling": SAMPLED}
     free = generator.generate(PROMPT, max_tokens=20).stats
@@ -342,7 +342,7 @@ def test_log_probabilities_are_those_among_what_is_allowed() -> None:
 
 
 class FewIds:
-    """A drafter with logits for a few ids, or for the lowest ones only."""
+    """A drafter whose logits are for the ids `ids`; None: for the lowest ids."""
 
     def __init__(self, columns: int, ids: list[int] | None) -> None:
         self._columns, self._ids = columns, ids

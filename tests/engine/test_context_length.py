@@ -56,7 +56,7 @@ def test_what_the_passed_caches_hold_counts() -> None:
         ({"text_config": {"max_position_embeddings": 4096}}, 4096),
         ({"max_position_embeddings": None}, None),
         ({}, None),
-        # To enable YaRN, Qwen3's model cards only add rope_scaling.
+        # Qwen3's model cards enable YaRN by adding nothing but rope_scaling.
         (
             {
                 "max_position_embeddings": 40960,

@@ -177,7 +177,7 @@ def test_a_stop_token_ends_the_text_without_being_shown() -> None:
 def test_bytes_that_are_no_text_lose_and_repeat_nothing(
     tokenizer: Any, data: st.DataObject
 ) -> None:
-    """In a run of byte tokens, a character that was streamed stays the same."""
+    """Streamed text has, in order, every whole character that `decode` has."""
     odd = st.sampled_from([0xFF, 0xF0, 0x9F, 0x98, 0x80, 0xE6, 0x97, 0xA5, 0x61])
     drawn = bytes(data.draw(st.lists(odd, max_size=60)))
     tokens = byte_level(drawn) if tokenizer is TOKENIZER else [*drawn]

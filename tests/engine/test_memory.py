@@ -147,7 +147,7 @@ def test_a_draft_weighs_what_it_has_beside_the_target() -> None:
 
 
 def test_rounds_of_recurrent_layers_hold_states_and_inputs() -> None:
-    """Rounds with drafts also hold inputs, more if wide; the prefill holds none."""
+    """Rounds hold states, and with drafts also inputs; a prefill holds no inputs."""
     model = build("qwen3_5")
     round_bytes = {}
     for length in (0, 1, 4):

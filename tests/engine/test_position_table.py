@@ -1,4 +1,4 @@
-"""Texts end at the end of a table of learned positions; look-ups after it find NaN."""
+"""Texts end with the table of learned positions; look-ups past its end find NaN."""
 
 import warnings
 from collections.abc import Sequence as SequenceOf
@@ -256,7 +256,7 @@ def test_forced_tokens_end_with_the_table(name: str) -> None:
 
 
 def test_the_drop_in_says_what_mlx_lm_does_up_to_the_end() -> None:
-    """A draft with a shorter table pauses at its end; the list keeps its caches."""
+    """A draft with a shorter table pauses at its end; its caches stay in the list."""
     model, draft, prompt = model_of("gpt2"), model_of("gpt2", 20), prompt_of(10)
     expected = plain_text(model, prompt, 22)
     highest(model), highest(draft)

@@ -14,7 +14,7 @@ from support.caches.prefix_roles import ROWS, bound
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import merging_tokenizer
 
-# It knows pairs of letters, so a text can have different ids.
+# Tokens can be pairs of letters, so several lists of ids decode to one text.
 TOKENIZER = merging_tokenizer(3, 140, letters=90)
 IDS = st.lists(st.integers(0, 200), min_size=1, max_size=12)
 

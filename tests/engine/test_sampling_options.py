@@ -32,7 +32,7 @@ from support.models.tiny_tokenizer import letter_tokenizer
 
 VOCAB, TOKENS = 24, 14
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-TOLERANCE = 1e-4  # of log-probabilities, as forwards of other widths round
+TOLERANCE = 1e-4  # of log-probabilities: wider forwards round differently
 
 
 @cache
@@ -285,7 +285,7 @@ def test_other_rules_repeat_their_text_and_end_like_it(
         calls = [text[: len(PROMPT) + i] for i in range(TOKENS)]
         assert processors[0].calls == calls
         assert one.stats.rounds < TOKENS
-        # The host waits once for a draft, and once for each token but the last.
+        # A round waits once for its draft, and once for each token but its last.
         assert one.stats.reads == TOKENS
 
 

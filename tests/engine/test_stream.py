@@ -297,8 +297,8 @@ def test_a_drafted_round_waits_for_the_device_once(
         counted(mx, wait)
     before = stream.stats.rounds
     list(stream)
-    # A round has one read. Before it the clock waits for drafts, logits and tokens.
-    # The last round can lack room for a draft.
+    # A round reads its outcome once. Before that the clock waits for the draft, the
+    # logits and the tokens. The last round can lack room for a draft.
     reads = waits.count("outcomes")
     assert reads == stream.stats.rounds - before
     drafted, plain = [*["eval"] * 3, "outcomes"], ["eval", "outcomes"]

@@ -1,11 +1,11 @@
 """The distribution of texts of whole generations, by counting.
 
-A draft has three tokens, so a rejection, a residual draw, a bonus and the next round
-fall into the first three emitted tokens. Their joint distribution is computed from the
-target alone.
+The joint distribution of the first three emitted tokens is computed from the target
+alone. Drafts have at most three tokens. So rejections, residual draws and later rounds
+are among these three; after a first draft of one or two tokens, a bonus is too.
 
-For 64 outcomes at alpha 1e-4 and power .99, 10,009 texts find a total variation of
-0.05, and 156 find 0.4. The controls have larger variations.
+For 64 outcomes at alpha 1e-4 and power .99, 10,009 texts detect a total variation of
+0.05, and 156 texts detect one of 0.4.
 """
 
 import warnings
@@ -137,7 +137,7 @@ def count(
 
 
 def excess(counts: NDArray[np.int64], options: dict[str, Any]) -> float:
-    """Return chi-square over its bound at alpha 1e-4, by Wilson and Hilferty."""
+    """Return chi-square divided by its bound at alpha 1e-4 (Wilson and Hilferty)."""
     probs = distribution(**options)
     assert counts[probs == 0].sum() == 0
     expected = probs * counts.sum()
@@ -156,8 +156,8 @@ RUNS = [
         acceptance,
         options,
         samples,
-        # Other tests check that keyed text equals plain decoding's, and tests/samplers
-        # enumerates the distributions of the two other rules.
+        # One run is quick. Other quick tests check that keyed text equals plain
+        # decoding's, or enumerate the distributions of the two other rules.
         marks=() if (samples, acceptance) == (QUICK, "block") else pytest.mark.slow,
     )
     for acceptance in get_args(Acceptance)
@@ -219,7 +219,7 @@ def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
 
 
 class AdversaryDraft(Draft):
-    """A draft model that forecasts by a hash; `looks`: drawn tokens cut its drafts."""
+    """A draft model with made-up forecasts; if `looks`, drawn tokens cut its drafts."""
 
     def __init__(self, *, looks: bool) -> None:
         self.inner, self.looks = ModelDraft(model(3)), looks
@@ -259,10 +259,10 @@ class Adversary(WrappedDrafter):
 def test_all_but_drawn_tokens_may_choose_source_and_length(
     acceptance: Acceptance, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Source and length follow a hash of known tokens, rounds and lookup proposals.
+    """A hash of known tokens, rounds and lookup proposals chooses source and length.
 
-    That does not change the distribution. As a control, the same number of texts shows
-    that a drafter which looks at drawn tokens does.
+    This does not change the distribution. In the control, drawn tokens decide where
+    drafts end; the same number of texts shows that this changes the distribution.
     """
     rounds: list[int] = []
 

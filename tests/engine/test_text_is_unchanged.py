@@ -28,8 +28,8 @@ from support.models.tiny_tokenizer import byte_tokenizer
 RARER = read_table(Path(tiny_models.__file__).with_name("cache_kind_models.json"))
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 PROMPT = 40  # longer than every window
-# Shorter than the window of 16, about as long, and longer.
-PROMPTS = {6: 4, 17: 3, 40: 5}  # tokens: draft length
+# Draft length by length of the prompt: below, near and above the window of 16.
+PROMPTS = {6: 4, 17: 3, 40: 5}
 
 
 @dataclass(frozen=True, slots=True)

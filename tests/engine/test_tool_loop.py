@@ -20,10 +20,10 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 HEAD, TURNS, ANSWER, RESULT = 8000, 20, 12, 60
-# End of a turn; and opening of an answer, whose last two tokens later prompts lack
+# The end of a turn; the opening of an answer. Later prompts lack the last two of OPEN.
 END, OPEN = 255, [254, 10, 253, 10]
 MOST, MOST_AFTER_RESTART = 0.03, 0.05
-# Tokens that a turn may read again: the answer, its opening, and three at their ends
+# The most tokens that a turn reads again: the answer, its opening, and three more
 LEAST = ANSWER + len(OPEN) + 3
 
 Made = tuple[Any, Any]

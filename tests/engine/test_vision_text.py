@@ -46,7 +46,7 @@ from support.models.vision_requests import (
 
 pytestmark = WITHOUT_MLX_VLM
 
-# Positions with three axes, layers with states, windows.
+# Families that have positions with three axes, layers with states, or windows.
 SOME = ("qwen2_5_vl", "qwen3_5", "gemma3")
 
 

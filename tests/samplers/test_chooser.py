@@ -63,7 +63,7 @@ def test_noise_depends_on_seed_position_and_id_alone(
 def test_noise_drawn_in_blocks_is_the_same_noise(
     width: int, blocks: list[tuple[int, int]], scattered: list[int]
 ) -> None:
-    """Positions lie in one block or across two, in any order of calls."""
+    """The positions of a call are in one block or in two; calls come in any order."""
     key = stream_key(5, CHOICE)
     noise = GumbelNoise(key, width)
     for positions in [*(range(a, a + n) for a, n in blocks), scattered]:
@@ -221,7 +221,7 @@ def test_the_mark_of_a_row_without_a_choice_is_not_finite(
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("width", [1, 2, 7, 8, 17, 33, 64, 257, 4096, 4099])
 def test_the_mark_shows_a_nan_anywhere(width: int, dtype: mx.Dtype) -> None:
-    """On a CPU only the largest value is checked, so it has to be NaN."""
+    """On a CPU the mark is the largest value, which is NaN if any value is."""
     for place in {0, 1, 8, 16, width // 2, width - 2, width - 1} & set(range(width)):
         for count, row in [(1, 0), (2, 1), (5, 3)]:
             logits = np.random.default_rng(place).normal(size=(count, width))

@@ -97,9 +97,10 @@ def test_rows_together_and_beside_padding_score_as_each_row_alone(
 
 
 def mlx_lms_kept(processed: mx.array, filters: dict[str, Any], coin: float) -> mx.array:
-    """Return which ids mlx-lm's filters keep, in `make_sampler`'s order, given a coin.
+    """Return which ids are kept by mlx-lm's filters, given a coin.
 
-    The top-p is ours; test_filters.py compares it with mlx-lm's.
+    The filters run in the order of `make_sampler`. The top-p is ours; test_filters.py
+    compares it with mlx-lm's.
     """
     left = processed
     if 0 < filters["top_p"] < 1:

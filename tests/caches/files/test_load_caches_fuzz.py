@@ -1,8 +1,8 @@
 """A damaged file is refused with one error, or loads as valid caches.
 
-Files of every kind and layout are changed at random. Accepted caches must return rows
-and masks of the right size for further writes; the test counts rows itself. Saving and
-loading must leave these caches the same.
+Files of every kind and layout are changed at random. Further writes to a cache that
+loads must return as many rows, and masks as wide, as the test counts. The cache must be
+the same after it is saved and loaded again.
 """
 
 import signal
@@ -151,7 +151,7 @@ def _dims(cache: Any) -> tuple[tuple[int, ...], int]:
 
 
 def use(cache: Any) -> None:
-    """Write twice to a loaded cache that is no list; check what the writes return."""
+    """Write twice to a loaded cache that is no `CacheList`, and check the results."""
     if isinstance(cache, LayerCache):
         _use_layer(cache)
     elif isinstance(cache, native.ArraysCache):
@@ -170,7 +170,7 @@ def use(cache: Any) -> None:
             after = _written(cache)
             assert after == before + width
             if size is not None:
-                # The first write of several rows to an empty ring takes them all.
+                # The write returns all of its rows, even if the ring has fewer slots.
                 assert shown == min(before, size - 1) + width
             else:
                 assert shown == after - getattr(cache, "start_position", 0)

@@ -276,7 +276,7 @@ def test_a_drafter_ahead_of_the_tokens_is_refused(seen: Any, tmp_path: Path) -> 
 
 
 def removes_the_temporary_file(frame: FrameType) -> bool:
-    """Return whether a frame is at the line in `finally` that this test relies on."""
+    """Return whether a frame is at the line in `finally` that removes the file."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return "unlink(missing_ok" in line
 
@@ -304,7 +304,7 @@ def test_a_failure_at_any_step_of_writing_leaves_the_old_file_or_the_new_one(
         save_caches(path, [kv(2)], range(2))
         line += 1
     assert line > 30
-    assert seen == {False, True}  # True: replaced, and the rename not yet synced
+    assert seen == {False, True}  # True: the error came after the rename
 
 
 def test_a_failing_disk_is_one_clear_error(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Each row of a batch cache equals a single native cache that saw only its tokens.
 
 Hypothesis draws rounds that keep a different prefix of each row, rounds that are
-undone, plain forwards, and rows that leave and join. Views of forwards, views of the
-next tokens and results of `extract` are compared.
+undone, plain forwards, and rows that leave and join. Each row is compared with its twin
+in forwards, in forwards of further tokens, and after `extract`.
 """
 
 from collections.abc import Callable

@@ -124,7 +124,7 @@ def test_a_whole_round_of_a_layer_records_nothing(hooked: None) -> None:
 
 
 def test_a_part_of_an_unrecorded_compressor_needs_a_rerun() -> None:
-    caches = [KVCache(), layer_with(6)]  # the KV cache counts the rows
+    caches = [KVCache(), layer_with(6)]  # the KV cache knows how many rows are written
     before = image(caches[1])
     with Speculation(caches) as speculation:
         write_both(speculation.caches)

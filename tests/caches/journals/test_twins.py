@@ -1,8 +1,8 @@
 """A cache after any rounds equals a native twin that saw only the kept tokens.
 
 Hypothesis draws forwards, then a commit of any prefix, a rollback, an exception, or
-another ending. The views of a round are compared with those of a native copy. One of
-three rounds is isolated: it must not write to live caches before the commit.
+another ending. The views of a round are compared with those of a native copy. A third
+of the rounds are isolated, and must not write to live caches before the commit.
 """
 
 from collections.abc import Callable

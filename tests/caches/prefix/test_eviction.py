@@ -1,4 +1,4 @@
-"""Eviction weighs last use against the cost of reading a text again, per kept byte."""
+"""A text is evicted by its last use and by the cost per byte of reading it again."""
 
 import gc
 from pathlib import Path
@@ -136,7 +136,7 @@ def test_the_size_by_default_is_a_share_of_the_free_memory() -> None:
 
 @pytest.mark.usefixtures("exact_buffers")
 def test_memory_is_at_most_the_bound_and_a_chunk() -> None:
-    """Copies are made piece by piece, also if requests diverge inside a text."""
+    """Rows are copied piece by piece, also if requests diverge inside a text."""
     budget, chunk = 40 * ROW, EVERY * ROW
     prefixes, _owners = bound(budget, ROWS)
     texts = [SESSION, SESSION[:30] + [0] * 9, [0] * 50, SESSION[:18] + [0] * 30]

@@ -1,4 +1,4 @@
-"""A prefix cache's folder knows a model by all its weights and settings only."""
+"""A model's fingerprint depends on all its weights and settings, and nothing else."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
 """Later processes find in a folder the segments of their text, and of no other text.
 
-`request` compares the rows that a role reuses with those of the text.
+The helper `request` checks that the rows which a role reuses are those of its text.
 """
 
 import logging
@@ -98,7 +98,7 @@ def test_of_a_text_too_long_for_memory_what_fits_is_used(
     nodes = list(first._tree.nodes())
     rows = sum(each.nbytes for node in nodes for each in node.rows.values())
     states = sum(each.nbytes for each in nodes[-1].points.values())
-    play(first, [*tokens[:17], 1, 1], kinds)  # the node that ends here has no states
+    play(first, [*tokens[:17], 1, 1], kinds)  # token 17 ends a node without states
     first.flush()
     for size in range(0, rows + states, 5 * ROW):
         later, _owners = bound(size, *kinds, folder=folder)

@@ -24,7 +24,7 @@ from support.caches.batch_rounds import MOST_ROWS, Batch, Plan, Row, drawn
 from support.caches.batch_twins import AttentionKind, BatchArraysKind, BatchKind
 from support.caches.cache_twins import Mixers, Rows
 
-LITTLE = (False, False, 1, False)  # the last fields of a minimal plan
+LITTLE = (False, False, 1, False)  # fields of a `Plan` after `ending`; no checks
 Fed = list[list[Rows]]  # what each row was fed
 
 

@@ -112,7 +112,7 @@ def test_known_kinds_are_not_refused(kind: str) -> None:
 def test_reading_copies_nothing_and_leaves_writes_in_place(
     kind: str, hold: bool
 ) -> None:
-    """Arrays that were read must be gone, or the next write copies the buffer."""
+    """While arrays that were read are held, the next write copies the buffer."""
     rows, dim = 4096, 64
     make: dict[str, Any] = {
         "whole": KVCache,

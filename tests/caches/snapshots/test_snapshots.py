@@ -190,7 +190,7 @@ class Machine(RuleBasedStateMachine):
         for width in (1, 3, 1):
             rows = Rows(one.snapshot.stop, tuple(range(800, 800 + width)))
             views = [self.kind.forward(cache, rows) for cache in (restored, twin)]
-            if not isinstance(self.kind, RingKind | ListKind):  # slots may differ
+            if not isinstance(self.kind, RingKind | ListKind):  # order can differ
                 assert_equal(views, "the view")
         self.compare(restored, twin)
 

@@ -1,4 +1,4 @@
-"""Views of a fixed size have the rows of a native cache, and masks that hide others."""
+"""Views of a fixed size: what their masks let through are a native cache's rows."""
 
 from typing import Any
 

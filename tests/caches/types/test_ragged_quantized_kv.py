@@ -56,7 +56,7 @@ def test_a_model_reads_quantized_rows_together(bits: int, width: int) -> None:
 
 
 def row_of(length: int, tag: int) -> Any:
-    """Return a quantized cache of one sequence, with numbers that no other has."""
+    """Return a quantized cache of one sequence, with numbers drawn from seed `tag`."""
     cache: Any = QuantizedKVCache(32, 4)
     keys = mx.random.normal((1, 2, length, 32), key=mx.random.key(tag))
     cache.update_and_fetch(keys, mx.tile(keys, (1, 1, 1, 2)) + 1)

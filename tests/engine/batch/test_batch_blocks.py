@@ -18,7 +18,7 @@ from support.drafters.block_oracle import load_block
 from support.exact_drafters import peagle_on
 from support.models.tiny_models import build
 
-# These cover every mask and every way to choose tokens.
+# Blocks with every mask and every way to choose tokens.
 BLOCKS = ("full", "sliding", "not causal", "dflash2", "deepspec", "speculators, given")
 OTHERS = (
     *("swa keys", "own ends", "dflash2, causal", "dflash2, scaled"),

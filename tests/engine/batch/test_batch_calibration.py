@@ -112,7 +112,7 @@ def test_a_batch_chooses_among_the_lengths_that_are_measured() -> None:
     rule = generator_with("model").lengths.for_batch().rule
     rule.sources[0].costs.take({0: {n: 1 + 0.01 * n for n in CALIBRATED}})
     offered = [[[0.9] * 16]]
-    rule.choose(8, 50, offered)  # the first token waits for no draft
+    rule.choose(8, 50, offered)  # a plain step, for a quick first token
     plan = rule.choose(8, 50, offered)
     assert [option.length for option in plan.compared[0].options] == CALIBRATED[1:]
 

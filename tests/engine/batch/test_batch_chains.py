@@ -73,7 +73,7 @@ def test_eight_rows_are_as_many_forwards_of_the_drafter_as_one(kind: str) -> Non
 
 
 class Asked(NamedTuple):
-    """A request: draft lengths, when it joins, how many rounds later it leaves."""
+    """A request; it joins in round `joins`, and leaves `leaves` rounds later."""
 
     prompt: int
     lengths: list[int]

@@ -1,4 +1,4 @@
-"""A request that ends inside a round leaves in the cache what its stream leaves."""
+"""A row that ends inside a round leaves in the prefix cache what a stream leaves."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -91,7 +91,7 @@ def test_numbers_of_rows_share_costs_up_to_powers_of_two() -> None:
 @pytest.mark.usefixtures("measured")
 def test_a_large_batch_whose_tokens_cost_like_rows_goes_down_to_plain_steps() -> None:
     def seconds(rows: int, drafted: int) -> float:
-        return 1 + max(0, rows * (1 + drafted) - 8) / 4  # free up to 8 tokens
+        return 1 + max(0, rows * (1 + drafted) - 8) / 4  # 1 for up to 8 tokens
 
     for count, right in ((1, 0.8), (8, 0.3)):
         rows = rows_of(count)

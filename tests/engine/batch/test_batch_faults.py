@@ -89,7 +89,7 @@ def test_a_processor_that_raises_ends_its_row_alone() -> None:
 @pytest.mark.parametrize("kind", ["model", "lookup", "none"])
 def test_a_round_that_fails_for_all_is_run_again(name: str, kind: str) -> None:
     made = bench(name)
-    for forward in range(1, 9, 2):  # three prompts, then rounds
+    for forward in range(1, 9, 2):  # forwards of three prompts, then of rounds
         with BatchGenerator(made.generator(kind)) as batch:
             rows = {made.insert(batch, case): case for case in CASES[::2]}
             with Watched(made.model, forward), pytest.raises(KeyboardInterrupt):

@@ -69,7 +69,7 @@ def bench_for(name: str, kind: str) -> Bench:
 
 
 def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
-    """Return a state machine of batches; `sizes`: row numbers are rounded up."""
+    """Return a state machine of batches; `sizes`: numbers of rows are rounded up."""
     most = 12 if sizes else MOST_ROWS
 
     class Machine(RuleBasedStateMachine):

@@ -174,7 +174,7 @@ def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Resul
 
 
 def assert_as_alone(generator: SpeculativeGenerator, one: Asked, got: Result) -> None:
-    """Compare with the request alone: without a prefix cache, and with the batch's."""
+    """Compare a row with its request alone, with and without the prefix cache."""
     alone = plain_of(generator).generate(prompt_of(one.prompt), **one.options())
     again = generator.generate(prompt_of(one.prompt), **one.options())
     assert again.tokens == alone.tokens
@@ -208,7 +208,7 @@ def test_requests_of_all_kinds_write_what_they_do_alone(name: str, kind: str) ->
 
 @cache
 def with_head(kind: str, *, lookup: bool) -> SpeculativeGenerator:
-    """Return a generator with a random head; `lookup`: after a `KnownDraft`."""
+    """Return a generator with a random head, behind a `KnownDraft` if `lookup`."""
     target: Any
     draft: Any
     if kind == "chained":

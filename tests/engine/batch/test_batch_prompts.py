@@ -377,7 +377,7 @@ def test_a_batch_is_closed_while_prompts_are_read() -> None:
     started(made, batch)
     case = Case(LONG, SAMPLINGS[0], 30, prefill_step=STEP)
     uids = [made.insert(batch, case) for _ in range(3)]
-    for _ in range(8):  # the first is read by its draft, and the second by the target
+    for _ in range(8):  # the draft reads the first prompt, the target the second
         batch.next()
     assert batch.waiting == tuple(uids[1:])
     assert batch._rows[uids[0]].lanes[1].seen > 0

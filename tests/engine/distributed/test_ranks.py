@@ -16,8 +16,8 @@ from mlx_speculation.engine.distributed.ring_watch import STATUS
 from support.processes.ranks import Ended, run_ranks, wait_for
 
 DENSE_HYBRID = "llama:lookup,measured qwen3_5:mixed head/qwen3_5:mtp"
-# For each way to divide a target: the architectures for which mlx-lm's method fails,
-# always or with drafts. Each architecture has a part of its error.
+# Each way to divide a target, with the architectures for which it fails, always or only
+# with drafts. An architecture's value is a part of the error message.
 REFUSED: list[tuple[str, dict[str, str]]] = [
     ("tensor", {"prism_hadamard_qwen35": "does not have parameter"}),
     (
@@ -42,7 +42,7 @@ def said_by(ended: list[Ended]) -> list[Any]:
 def check_texts(
     said: list[list[dict[str, Any]]], *, ties: int = 0
 ) -> list[dict[str, Any]]:
-    """Assert that all ranks have a whole target's texts, but for `ties` near-ties."""
+    """Assert that all ranks write an undivided target's texts, but for near-ties."""
     first, *others = said
     for other in others:
         for one, two in zip(first, other, strict=True):
@@ -60,7 +60,7 @@ def check_texts(
 
 
 def check_several(each: list[Any], kinds: list[str]) -> None:
-    """Assert that streams among others write what a stream alone does, on all ranks."""
+    """Assert that, on all ranks, streams among others write what they write alone."""
     said = each[0]
     assert each == [said] * len(each)
     counts = {name: len(texts) - 1 for name, texts in said.items()}
@@ -190,10 +190,10 @@ def _check_lost(zero: Ended, folder: Path, killed: float) -> None:
 def test_any_rank_can_be_killed_anywhere(
     tmp_path: Path, ranks: int, where: str, who: int
 ) -> None:
-    """A rank is killed in a prompt or in the text.
+    """A rank is killed while it reads a prompt or writes a text.
 
-    Other ranks notice this, or the end of a rank that has noticed it. Rank 0 of four is
-    no neighbour of rank 2.
+    Each other rank notices this, or it notices the end of a rank that has noticed it.
+    Rank 0 of four is no neighbour of rank 2.
     """
     killed: list[float] = []
 

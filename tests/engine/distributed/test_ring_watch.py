@@ -68,7 +68,7 @@ def test_a_process_that_waits_in_mlx_is_ended_and_says_why(
     watch._end_if_stuck(known + 60)
     assert not ended  # no thread waits in mlx
     with watch.inside(), watch.inside():
-        # Long after the loss a wait still gets its full time.
+        # A wait that begins after the loss gets its full time.
         entered = watch._entered
         assert entered >= known
         watch._end_if_stuck(entered + SAY_SECONDS - 0.1)

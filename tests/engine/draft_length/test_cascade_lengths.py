@@ -27,7 +27,7 @@ LANE: Any = Lane(build("llama"))  # it is empty, so no step is in flight
 
 
 class Asked(OpenDrafter):
-    """Records the limits of its calls, and proposes that many tokens or none."""
+    """Records the limit of each call; proposes so many tokens, or none."""
 
     free = False
 

@@ -58,7 +58,7 @@ def test_a_plan_with_drafts_declines_nothing() -> None:
     plan = planned([0.9], cost=0.1)
     assert plan.length == 1
     assert not plan.declined
-    assert plan.drawback == "nothing was proposed"  # the reason if nothing is
+    assert plan.drawback == "nothing was proposed"  # if the draft stays empty
 
 
 @pytest.fixture(name="generator", scope="module")

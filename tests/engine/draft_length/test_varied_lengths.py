@@ -103,7 +103,7 @@ def test_the_text_is_the_same(
 
 
 def test_a_round_that_is_planned_asks_for_no_length() -> None:
-    """Rank 0 sends the plan of each round, or only "turn" if all ranks know it."""
+    """Rank 0 sends each round's plan, or only "turn" if all ranks know the plan."""
     generator, run_round = drafted("random", "llama", False), StreamDecoder.next_round
     seen: set[bool] = set()
     for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:

@@ -86,7 +86,7 @@ def test_the_first_draft_is_taken_and_only_its_drafter_hears_of_it() -> None:
     covering(("llama", "gemma3_text", "qwen3_5", "lfm2"), (False, True)),
 )
 def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> None:
-    """The model reads nothing while others draft, also in a round that fails."""
+    """The draft model reads nothing in rounds of another drafter, also if they fail."""
     model, small = build(name), build(name)
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)  # adds hooks
     text = plain_text(model)

@@ -46,8 +46,8 @@ PROMPT = 21  # more than a window of 16
 CORPUS = [*prompt_of(PROMPT), 1, 2, 3, *prompt_of(PROMPT)[5:]]
 LOOKUP = LookupDraft(corpus=[CORPUS])
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
-# The limit of the draft, and what follows: so many tokens are accepted, the round
-# fails, or `limit` tokens of another drafter are accepted.
+# The limit of a draft, and the number of accepted tokens, or how the round fails.
+# "others": `limit` tokens of another drafter are accepted, without a draft.
 Round = tuple[int, int | str]
 ROUNDS: list[Round] = [
     (3, 2),
@@ -73,7 +73,7 @@ class Kind:
     open: Callable[[Lane, Sequence], Drafter]
     twin: FromNothing
     others: tuple[nn.Module, ...] = ()  # the models of the drafter
-    least: int = 10  # the fewest tokens that a test must see
+    least: int = 10  # the fewest tokens that it must propose
 
 
 def start_over(kind: Callable[[], Kind]) -> FromNothing:

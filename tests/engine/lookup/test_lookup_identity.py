@@ -25,7 +25,7 @@ from support.identity import GREEDY, SAMPLED, assert_same_text
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# Dense, sliding past the window of 16, hybrid; other models are slow tests.
+# Dense, sliding (the texts exceed the window of 16), hybrid. Others are slow tests.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "recurrent_gemma")
 OTHERS = sorted(set(TINY_MODELS) - set(MODELS))
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
@@ -42,7 +42,7 @@ def known(name: str, sampled: bool) -> tuple[nn.Module, list[int]]:
 
 
 def nearly(text: list[int], seed: int, wrong: float = 0.1) -> list[int]:
-    """Return a text with some tokens changed, so that lookups are right and wrong."""
+    """Return a text with some tokens changed, so that lookups are sometimes wrong."""
     draw = random.Random(seed)
     return [draw.randrange(256) if draw.random() < wrong else t for t in text]
 
@@ -139,7 +139,7 @@ def test_any_lookup_leaves_the_text_as_it_is(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
-    """The model reads nothing during long lookups, and all missed tokens after them."""
+    """While lookups draft, the model reads nothing; then it reads the missed tokens."""
     text = known(name, True)[1]
     # The lookup is always right, but finds nothing in half of the text.
     corpus = [text[:25], text[40:55]]

@@ -10,7 +10,7 @@ from support.processes.blas_processes import with_openblas
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
-# Drafters that read rows or blocks, cascades, and each kind of layer.
+# A head with one token a forward, a block, a cascade; all kinds of target layers.
 QUICK = [
     ("mtp, hybrid", "sampled"),
     ("dflash, dense", "greedy"),

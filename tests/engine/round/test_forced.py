@@ -96,7 +96,8 @@ def generator_of(name: str, draft: Any, acceptance: Any) -> SpeculativeGenerator
 def generated(
     name: str, draft: Any, length: int | None, acceptance: Any = "keyed", **options: Any
 ) -> Any:
-    # A new generator probes its model, so generators without a stateful draft are kept.
+    # Making a generator probes its model. So generators are cached, but not those whose
+    # drafts have a state.
     kept = draft is None or isinstance(draft, Silent)
     make = generator_of if kept else generator_of.__wrapped__
     generator = make(name, draft, acceptance)
@@ -169,7 +170,7 @@ def test_the_text_is_that_without_forced_tokens(
     covering(PAIRS, {"greedy": GREEDY, "sampled": SAMPLED}, quick=(0, QUICK_PAIRS)),
 )
 def test_every_drafter_goes_on_after_forced_tokens(pair: str, chosen: str) -> None:
-    """The drafter's caches and states are right: most drafted tokens are accepted."""
+    """Most drafted tokens are accepted, so the drafter's caches and states fit."""
     target, draft = PAIRS[pair]()
     sampling = {"greedy": GREEDY, "sampled": SAMPLED}[chosen]
     free = {n: dict.fromkeys(range(n, 256, 7), (n + 1) % 7) for n in range(7)}

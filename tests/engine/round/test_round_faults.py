@@ -154,7 +154,7 @@ def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
 
 
 def test_a_drafter_that_cannot_roll_back_starts_over() -> None:
-    """The draft model runs again for a partial acceptance; then the target fails."""
+    """The draft model reruns over accepted tokens; then the target cannot commit."""
     target, draft = build("llama"), build("mamba")  # no hooks on the draft
     expected = run_of(target, None, 0).finish()
     run = run_of(target, draft, 4)

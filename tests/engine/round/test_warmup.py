@@ -24,7 +24,7 @@ LENGTHS = [1, 3, 16, 0, 0, 2, 7]
 
 @dataclass
 class Forwards:
-    """Shapes fed in advance, each with its context then; and shapes new in a round."""
+    """Rehearsed shapes, each with the context so far; shapes first used in a round."""
 
     rehearsed: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
     compiled_in_rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -90,7 +90,7 @@ def test_no_round_is_the_first_of_its_shape(
     dear(monkeypatch)
     texts(family, prompt_of(440), 140)
     assert forwards.compiled_in_rounds == []
-    # The shapes of the next 512 keys are rehearsed in advance, one in each round.
+    # Shapes of 1024 keys are rehearsed before the text has 512 tokens, one a round.
     ahead = [at for at, (_, keys) in forwards.rehearsed if keys == 1024]
     assert len(ahead) >= 5
     assert all(at < 512 for at in ahead[:5])

@@ -149,7 +149,7 @@ def test_tokens_stay_up_to_the_first_that_nothing_may_follow(
 
 
 def test_an_end_is_allowed_exactly_where_the_text_may_end() -> None:
-    """The table can name an end token where the text cannot end, or name none."""
+    """A table can name an end token where no text ends, or none where texts can end."""
     automaton = TokenAutomaton({0: {1: 1, 6: 1}, 1: {1: 2}, 2: {1: 1}}, accepting={2})
     text = Constrained(automaton, usable=usable(), ends=[6, 99])
     assert rows_of(text.masks([1, 1, 1], 4)) == [[1], [1], [1, 6], [1]]

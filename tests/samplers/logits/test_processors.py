@@ -40,7 +40,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "serial": Recorder,
 }
 
-# (which drafted tokens are right, number of rows after which a first try fails)
+# (right or wrong for each drafted token, number of rows after which a first try of the
+# round fails; None: no try fails)
 ROUNDS = st.lists(
     st.tuples(st.lists(st.booleans(), max_size=4), st.none() | st.integers(1, 6)),
     min_size=1,

@@ -56,7 +56,7 @@ def count(rule: Rule, passed: NDArray[np.bool_]) -> NDArray[np.int64]:
 def test_coins_pass_below_the_acceptance_probability(
     rule: Rule, dtype: mx.Dtype, kind: str, k: int
 ) -> None:
-    """The coins go from 0 to just below 1, with both sides of every threshold."""
+    """The coins lie from 0 to just below 1, and on both sides of every threshold."""
     target, draft, drafted = distributions(kind, (6,), k, 4)
     t, d = arrays(dtype, target, draft)
     x = mx.array(drafted)
@@ -316,8 +316,8 @@ def test_nothing_is_read_on_the_host(rule: Rule) -> None:
 def test_float32_is_near_float64(rule: Rule, kind: str) -> None:
     """Both get the same float32 numbers, so a difference is the rule's rounding.
 
-    Token-wise acceptance has a relative bound. A distribution is measured by its total
-    variation times the mass before it was normalized.
+    Token-wise acceptance has a relative bound. For a distribution, the product of
+    the total variation and of the mass before normalization has a bound.
     """
     unit = 2.0**-23
     target, draft, drafted = distributions(kind, (200,), 4, 4, seed=1)

@@ -193,7 +193,7 @@ def test_shared_noise_follows_its_closed_form() -> None:
 
 @BOTH
 def test_drafts_chosen_without_chance_keep_the_distribution(rule: Rule) -> None:
-    """The draft is any function of the prefix; the rule gets no distributions of it."""
+    """The draft is any function of the prefix; the rule gets no draft distributions."""
     for vocab, k in SIZES:
         distributions = tables(vocab, k, 1, ["one-hot draft", "one-hot both"], each=4)
         outcome = enumerate_rule(rule, distributions, chance=False)
