@@ -79,7 +79,7 @@ def test_text_is_that_of_mlx_vlm_under_every_draft(name: str, images: str) -> No
 
 @pytest.mark.parametrize("first", others_slow(range(0, len(OTHERS), 6), (0, 18, 36)))
 def test_a_few_words_of_other_families_are_those_of_mlx_vlm(first: int) -> None:
-    """The full grid of these is slow, so each has one prompt and one drafter here."""
+    """The full grid of these families is slow; here each has one prompt and drafter."""
     for name in OTHERS[first : first + 6]:
         model, prompt = target(name), prompt_of(name, most(name))
         expected = their_text(model, prompt, 6)

@@ -297,7 +297,7 @@ def two_folders(place: Path, kinds: Kinds) -> tuple[Path, Path, str]:
 def contents(
     folder: Path, mark: str, names: Collection[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return what each file claims to hold, and what it holds if it can be read."""
+    """Return what each file claims to hold, and its content; None: it is unreadable."""
     segments = SegmentFolder(folder, 1.0)
     segments.serve(mark)
     result: dict[str, tuple[Any, Any]] = {}

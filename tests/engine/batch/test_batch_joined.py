@@ -335,7 +335,7 @@ def forwards_of(
     prompts: list[int],
     options: dict[str, Any],
 ) -> tuple[int, int]:
-    """Return the number of forwards of the batch, and the most of a request alone."""
+    """Return the forwards of the batch, and the most that a request alone takes."""
     with BatchGenerator(fresh()) as batch:
         uids = [batch.insert(prompt_of(n), **options) for n in prompts]
         while batch.waiting or batch.running:

@@ -1,4 +1,4 @@
-"""A rank checks the lines of an exchange with the other ranks."""
+"""A rank checks the lines that all ranks exchange."""
 
 import json
 from typing import Any
@@ -65,7 +65,7 @@ def test_ranks_at_other_places_are_named(
     assert str(raised.value).startswith(
         f"{text} rank 1 is at exchange 2 (round) of stream 4: their programs"
     )
-    with pytest.raises(RankMismatchError):  # the ranks can go on together
+    with pytest.raises(RankMismatchError):  # the group has not ended
         made.exchange(HERE, [])
 
 
@@ -73,7 +73,7 @@ def test_ranks_at_other_places_are_named(
 def test_bytes_of_a_forward_end_the_group(
     other: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank waits for the rest of an all_sum; nothing more is sent."""
+    """The other rank waits for the rest of an all_sum, so no exchange can follow."""
     made = group_of(monkeypatch, other, line(HERE), line(HERE))
     with pytest.raises(RankMismatchError, match=r"^Rank 0 is inside a forward, but"):
         made.exchange(HERE, [])

@@ -51,7 +51,7 @@ SLIDING = ("slack", "native")
 
 
 def _mostly(usual: float, *others: float) -> list[Any]:
-    """Return parameters; only the usual one is quick."""
+    """Return parameters of tests; all tests but those with the usual one are slow."""
     return [usual, *(pytest.param(each, marks=pytest.mark.slow) for each in others)]
 
 

@@ -206,7 +206,7 @@ def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
 def test_the_file_may_name_a_head_of_any_kind(
     kind: str, name: str, tmp_path: Path
 ) -> None:
-    """A probe refuses a random head if it is unclear how its list counts layers."""
+    """A head whose list of layers is ambiguous is probed; a random head is refused."""
     target = write_tiny(tmp_path / "target", layers=4)
     write_head = write_eagle if kind == "peagle" else write_block
     write_head(tmp_path / "head", name)
@@ -215,7 +215,7 @@ def test_the_file_may_name_a_head_of_any_kind(
         made = SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
     draft = made._setup.draft
     assert draft is not None
-    if name in ("prism", "aws"):  # a probe decides how their lists count
+    if name in ("prism", "aws"):  # their lists of layers are ambiguous
         assert "no better than by chance" in notices[0]
         assert isinstance(draft, LookupDraft)
     else:
