@@ -1,6 +1,6 @@
 """Models compute the same from keys padded to whole steps as from native keys.
 
-The tests use whole steps as on CUDA, but so short that buffers grow.
+The tests pad keys as on CUDA. Their steps are so short that buffers grow.
 """
 
 import mlx.core as mx

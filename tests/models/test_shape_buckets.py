@@ -164,7 +164,7 @@ def test_plain_rounds_are_of_the_rows_that_there_are() -> None:
     play(lane, tokens_of(seeds, 2, 2), [1] * 5)
     assert lane.places == 6
     play(lane, tokens_of(seeds, 3, 1), 1)
-    assert lane.places == 6  # removing the copy would copy all rows
+    assert lane.places == 6  # removing the spare place would copy all rows
     lane.leave([1, 2, 3, 4])
     assert lane.places == 4
 

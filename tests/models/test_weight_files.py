@@ -230,7 +230,7 @@ def test_copies_in_a_file_beside_the_model_are_not_read(
 
 
 def head_in_shards(folder: Path) -> tuple[Any, dict[str, mx.array]]:
-    """Write a target whose index names its head's file; return it and all tensors."""
+    """Write a checkpoint with the head in its index; return checkpoint and tensors."""
     made = mtp_checkpoints.write(folder, "qwen3_5")
     files = sorted(made.folder.glob("*.safetensors"))
     arrays = {key: value for file in files for key, value in tensors(file).items()}

@@ -27,7 +27,7 @@ class InjectedError(Exception):
 
 
 class Run:
-    """A decoder with a target lane; `cut` may change the outcome of each round."""
+    """A decoder with a target lane; a test can set `cut` to change the outcomes."""
 
     def __init__(self, model: nn.Module, drafter: Any, length: int, most: int) -> None:
         self.sequence = Sequence(list(PROMPT))

@@ -58,8 +58,8 @@ def both(
 ) -> tuple[Answer, Answer]:
     """Return mlx-lm's answer without a draft, and ours.
 
-    `ours` and `theirs` are options of one function alone, `options` are those of both.
-    Both streams are closed after `count` responses.
+    `ours` are options for our function alone, `theirs` for mlx-lm's alone, `options`
+    for both. Both streams are closed after `count` responses.
     """
     expected = Answer.of(
         mlx_lm.stream_generate(model, tokenizer, prompt, **options, **(theirs or {})),
@@ -93,7 +93,7 @@ def assert_same_answer(
         make_lane=make_lane,
     )
     if tie is not None:
-        assert tie.difference < rounding, f"the widths differ: {tie}"
+        assert tie.difference < rounding, f"more than rounding: {tie}"
         return False
     assert got.texts == expected.texts
     assert got.reasons == expected.reasons

@@ -170,6 +170,6 @@ def assert_same_text(
     )
     if tie is not None:
         # A greater difference is not rounding but a fault, for example of a cache.
-        assert tie.difference < ROUNDING, f"the widths differ: {tie}"
+        assert tie.difference < ROUNDING, f"more than rounding: {tie}"
         print(f"near-tie: {tie}")  # noqa: T201  the count of near-ties is a result
     return tie

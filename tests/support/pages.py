@@ -13,7 +13,7 @@ TEXTS = [README, *PAGES]
 
 
 def name_of(page: Path) -> str:
-    """Return the name of a page, as in docs/log/index.md."""
+    """Return the name of a page as docs/log/index.md has it."""
     return str(page.relative_to(ROOT))
 
 

@@ -5,7 +5,8 @@ Each core has a worker of pytest.
 - By default a woken thread of mlx takes the core from the thread that is about to hand
   over the next operation, 100,000 times in a test of texts. With SCHED_BATCH it waits.
 - mlx keeps its reference BLAS, with which rows are equal bit for bit.
-- A worker is pinned to a core: waking threads on other cores takes a tenth of the time.
+- A worker is pinned to a core: otherwise a tenth of its time goes into waking threads
+  on other cores.
 - The garbage collector is off until all modules are imported: it would take a fifth of
   the time of the imports.
 

@@ -1,4 +1,4 @@
-"""Layers of the target that a drafter reads: from a list in config.json, or guessed."""
+"""The target's layers that a drafter reads: listed in config.json, or guessed."""
 
 import json
 from pathlib import Path

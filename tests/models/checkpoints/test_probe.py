@@ -41,7 +41,7 @@ def test_nobody_scores_above_the_distribution_itself(one: int, two: int) -> None
 
 
 def test_one_who_is_too_sure_of_the_written_token_does_not_win() -> None:
-    """Doubled logits make the written token more probable, yet score lower."""
+    """Doubled logits make the most likely token more probable, yet score lower."""
     target = logits(3, 40, 12, scale=1.0)
     sure, truth = scored(2 * target, target), scored(target, target)
     written = mx.argmax(target, axis=-1)[:, None]

@@ -38,7 +38,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mx.enable_compile()
 
 
-NOT_COMPILED = {"afm7", "phi3small"}  # their steps use the number of keys
+NOT_COMPILED = {"afm7", "phi3small"}  # their steps depend on the number of keys
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -124,7 +124,8 @@ def test_it_serves_live_caches_that_hold_the_same() -> None:
     assert steps.serves(lane.caches, 2)
     assert not steps.serves(lane.caches, 3)
     taken = snapshot(lane.caches)
-    if any(type(cache) is not KVCache for cache in lane.caches):  # shared rows
+    # Caches whose rows a snapshot shares are not served.
+    if any(type(cache) is not KVCache for cache in lane.caches):
         assert not steps.serves(lane.caches, 1)
     del taken
     lane.caches[0].offset -= 1

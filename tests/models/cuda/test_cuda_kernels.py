@@ -119,7 +119,8 @@ def test_attention_is_that_of_its_values(
         mask=(places <= ends) if masked == "causal" else mask,
     )
     assert difference(strided, wanted) < ERROR[dtype]
-    # Both kernels add in the same order, so they agree bit for bit.
+    # The kernels for strided and contiguous inputs add in the same order, so they
+    # agree bit for bit.
     assert mx.array_equal(strided, kept)
 
 

@@ -36,7 +36,7 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture
 def calls() -> list[int]:
-    """Return a list that gets the number of weights of each product."""
+    """Return a list that records how many weight matrices each call multiplies."""
     return []
 
 

@@ -70,7 +70,7 @@ def test_it_does_what_mlx_does(
         queries, keys, values, scale=scale, mask=mask
     )
     with rows_of_a_round():
-        for _ in range(2):  # a second layer does the same
+        for _ in range(2):  # for two layers of one model
             output = padded_attention.attention(queries, keys, values, scale, mask)
             assert output.shape == expected.shape
             np.testing.assert_allclose(output, expected, atol=2e-5, rtol=2e-5)

@@ -1,4 +1,4 @@
-"""Layers that config.json omits or counts differently are guessed or probed."""
+"""Layers are probed or guessed if config.json has no list, or an ambiguous one."""
 
 import json
 from collections.abc import Callable

@@ -59,7 +59,7 @@ def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
         samples=False,
     )
     context = draft.dflash.states(known.states(draft.taps))
-    # All of the context comes with the block, or 15 positions come before it.
+    # All of the context comes with the block, or its first 15 positions come earlier.
     for known_rows in (0, 15):
         output = block(draft, context, known.tokens, known_rows)
         seen = [(output[:, row], None) for row in range(draft.dflash.head.depth)]

@@ -13,7 +13,7 @@ from support.references.blocks import dflash2
 from support.references.blocks.packagings import block_taps
 from support.references.reference_target import Known, assert_drafts, read_folder
 
-LENGTH = 23  # tokens of the text; windows are 12
+LENGTH = 23  # tokens of the text, more than a window of 12
 SCALES = {
     "input_embedding_scale": 2.0,
     "output_multiplier": 0.5,

@@ -14,7 +14,7 @@ from support.references.blocks import dspark
 from support.references.blocks.packagings import block_taps
 from support.references.reference_target import Known, assert_drafts, read_folder
 
-LENGTH, LAYERS = 23, 8  # tokens of the text; windows are 12
+LENGTH, LAYERS = 23, 8  # the text has more tokens than a window of 12
 KINDS = ("gated", "rnn")
 CASES = {
     **{name: each for name, each in PACKAGINGS.items() if each.kind == "dspark"},

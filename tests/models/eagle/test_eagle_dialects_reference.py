@@ -24,7 +24,7 @@ LAYERS = 12  # of the target
 
 
 def layers_of(config: dict[str, Any]) -> list[int | None]:
-    """Return the target's layers that a head reads; None: after the final norm."""
+    """Return the target's layers that a head reads; None stands for the final norm."""
     inside = config.get("eagle_config") or {}
     if inside.get("use_aux_hidden_state") is False:
         return [None]

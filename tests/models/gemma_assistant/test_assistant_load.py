@@ -122,7 +122,7 @@ def test_both_kinds_of_assistants_are_known(name: str) -> None:
 
 
 def test_files_that_do_not_say_that_all_layers_share_are_read() -> None:
-    """Some files have `num_kv_shared_layers` 0, though all layers share."""
+    """Some files have `num_kv_shared_layers` 0, though all layers share their keys."""
     config = config_of("shared", num_kv_shared_layers=0)
     assert read_assistant_settings(config).layers.num_kv_shared_layers == 4
 

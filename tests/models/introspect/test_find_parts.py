@@ -1,4 +1,4 @@
-"""Models whose parts cannot be found without doubt are refused."""
+"""Models are refused unless their parts are found with certainty."""
 
 from typing import Any
 
@@ -244,7 +244,7 @@ def test_an_embedding_that_needs_more_than_the_ids_is_refused() -> None:
 
 
 def test_one_of_two_tables_is_the_embedding_if_the_head_is_tied_to_it() -> None:
-    """gemma4_text has a second table of inputs per layer, here of the same width."""
+    """gemma4_text also has a table of inputs per layer, as wide as the embedding."""
     model = build("gemma4_text", layers=8)
     assert find_parts(model).embedding is model.model.embed_tokens
     model.tie_word_embeddings = False

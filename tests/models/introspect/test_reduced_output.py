@@ -87,7 +87,7 @@ def test_other_output_layers_are_refused() -> None:
 
 
 class Cleared(nn.Module):
-    """A model that changes each logit by its index."""
+    """A model that changes each logit depending on the index of the logit."""
 
     def __init__(self, inner: Any, wide: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

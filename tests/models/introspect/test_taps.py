@@ -273,7 +273,7 @@ def _taps(model: nn.Module) -> HiddenStates:
 
 
 def _round(model: nn.Module, taps: HiddenStates | None) -> tuple[Any, ...]:
-    """Return states and logits of six rows, and the logits after two of them."""
+    """Run six rows and keep two; return the states, the logits, and the next logits."""
     caches = make_prompt_cache(model)
     model(mx.array([TOKENS[:11]]), cache=caches)
     block = mx.array([TOKENS[11:17]])

@@ -1,4 +1,4 @@
-"""States of committed positions are right after any rounds of a lane."""
+"""States of committed positions are correct, whatever rounds a lane has run."""
 
 import random
 

@@ -86,7 +86,7 @@ def test_rows_of_a_tree_are_those_of_its_paths(name: str, sliding: Any) -> None:
                 keep_path(lane_round, [0, 1, *(2 + i for i in path)], shown=False)
                 lane_round.prepare(2 + len(path))
                 lane_round.commit(2 + len(path))
-            # The cache holds the kept path like plain text: the next row is the same.
+            # The row after the kept path equals the row after the same plain text.
             text = [*prompt, *(NODES[i] for i in path)]
             assert lane.seen == len(text)
             row = lane.model(mx.array([[5]]), cache=lane.caches)[0, -1]

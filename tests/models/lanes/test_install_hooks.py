@@ -34,7 +34,7 @@ def home(room: Any) -> str:
 def _entered(
     out: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, set[str]]]:
-    """Leave out rooms; return the names of the functions that each room has run."""
+    """Leave out the rooms of `OUT[out]`; return the functions that each room ran."""
     homes = {home(room): room.__name__ for room in (cpu, cuda)}
     entered: dict[str, set[str]] = {name: set() for name in homes.values()}
     folders: dict[str, str | None] = {}

@@ -19,7 +19,7 @@ NAMES = ["llama", "qwen3_5", "llama(sliding)"]
 
 
 def logits_after(lane: Lane) -> mx.array:
-    """Return the logits of one more token, then roll back."""
+    """Return the logits of one more token, which the lane does not keep."""
     with lane.begin() as lane_round:
         output = lane_round.forward(mx.array([9]))
         mx.eval(output)
@@ -43,7 +43,8 @@ def fed_once(name: str, count: int) -> tuple[nn.Module, list[Any]]:
 
 def assert_close(actual: Lane, expected: Lane, name: str) -> None:
     one, other = read([logits_after(actual), logits_after(expected)])
-    if name == "llama(sliding)":  # the ring's order differs for one row and many
+    # Rows written one by one have another order in a ring than rows written at once.
+    if name == "llama(sliding)":
         assert abs(one - other).max() < 1e-4
     else:
         assert_same(one, other, "the next logits")

@@ -1,4 +1,8 @@
-"""MTP heads of every family, compared with numpy around blocks of transformers."""
+"""MTP heads of every family, compared with references.
+
+The references compute in numpy, except for the blocks: these are layers of
+transformers, or of mlx-lm if transformers has none.
+"""
 
 import dataclasses
 from typing import Literal

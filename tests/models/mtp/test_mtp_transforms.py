@@ -126,7 +126,7 @@ def test_a_packed_head_is_read_as_its_shapes_say(
 
 
 def test_a_pack_with_a_flag_has_norms_less_one(tmp_path: Path) -> None:
-    """All but fc is packed in 4 bits: 29 tensors, the number in such packs."""
+    """All but fc is packed in 4 bits. The result has 29 tensors, as real packs have."""
     config, target, head = make("qwen3_5")
     tensors = head_tensors(LAYOUTS["qwen3_5"], target, head)
     small = packed(tensors, linears(tensors, but="fc"), bits=4, group_size=32)

@@ -27,7 +27,7 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture(name="called")
 def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let rounds use the attention; return the list of its calls."""
+    """Let rounds use models/cpu; return a list of the functions that they call."""
     seen: list[str] = []
 
     def noting(name: str, function: Any) -> Any:

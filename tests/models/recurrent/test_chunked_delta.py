@@ -266,7 +266,7 @@ def _forbidden(*args: Any) -> Any:
 def test_text_stays_what_it_was(
     name: str, in_chunks: list[chunked_delta.Chunk]
 ) -> None:
-    """Texts may differ at a near-tie, since rows of a chunk differ by rounding."""
+    """Texts may differ at a near-tie: a chunk and single steps round differently."""
     seen = check_identity(
         build_recurrent(name),
         prompt_of(9),

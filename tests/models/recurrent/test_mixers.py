@@ -44,7 +44,7 @@ def _classes_and_modules() -> tuple[set[tuple[str, str]], set[str]]:
     for path in sorted(FOLDER.glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if not re.search(r"cache\w*\s*\[|\bArraysCache\(", text):
-            continue  # parsing takes longer
+            continue  # saves the time to parse the file
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and _writes_items_of_a_cache(node):
                 writers.add((path.stem, node.name))

@@ -80,7 +80,7 @@ def test_weights_may_be_gone_when_a_prefix_is_replayed(
 ) -> None:
     """The replayed states equal those of a mixer that runs again, bit for bit.
 
-    On this backend a row of a product does not depend on the other rows.
+    With the tests' BLAS a row of a product does not depend on the other rows.
     """
     model = build_recurrent(name)
     start = prefilled(model)
@@ -147,7 +147,7 @@ def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -
     with hooked(model):
         for keep in (1, 2, 4):
             caches, twin = detached(start), detached(start)
-            # mlx-lm's scan reads past the fed rows if a length is larger.
+            # mlx-lm's scan reads past the fed rows if a length exceeds their number.
             for cache in [] if padded else recurrent(twin):
                 cache.lengths = mx.minimum(cache.lengths, keep)
             with Speculation(caches) as speculation:
@@ -302,7 +302,7 @@ def test_an_attention_that_hides_its_keys_is_run_again(
 def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Metal is simulated: there kimi_k3 compiles steps of one row."""
+    """On Metal, which is simulated here, kimi_k3 compiles steps of one row."""
     model = build_recurrent("kimi_k3")
     model.eval()
     caches = prefilled(model)

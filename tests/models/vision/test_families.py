@@ -52,10 +52,10 @@ def test_every_family_with_a_vision_part_stands_in_one_table() -> None:
     new, gone = sorted(seeing - named), sorted(named - sources.keys())
     assert not new, (
         f"mlx-vlm has families that read images and stand in no table: {new}. Build "
-        "each tiny in tests/support/models/vision_families and compare its texts, or "
-        "write the reason into models/vision/families.toml."
+        "a tiny model of each in tests/support/models/vision_families and compare its "
+        "texts, or write the reason into models/vision/families.toml."
     )
-    assert not gone, f"mlx-vlm has no more {gone}: take them out of families.toml."
+    assert not gone, f"mlx-vlm no longer has {gone}: take them out of families.toml."
 
 
 def test_every_family_that_is_served_is_documented() -> None:

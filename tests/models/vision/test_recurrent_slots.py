@@ -1,4 +1,4 @@
-"""mlx-vlm's recurrent layers on mlx-lm's caches have equal states after any commit."""
+"""mlx-vlm's recurrent layers have the same states on mlx-lm's and mlx-vlm's caches."""
 
 from importlib import import_module
 from typing import Any

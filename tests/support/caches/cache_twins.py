@@ -240,7 +240,7 @@ class RingKind:
         index, wraps = cache._idx, cache.offset + rows.width > cache.max_size
         shown = _attend(cache, rows, self.narrow)
         if self.keep and rows.width > 1 and wraps:
-            # The mask differs from mlx-lm's; see caches/journals/test_rotating_kv.py.
+            # A round's mask differs from mlx-lm's: caches/journals/test_rotating_kv.py.
             del shown[1]
         return [index, *shown, cache._idx]
 
@@ -395,7 +395,7 @@ _DRAWN = ("commit", "commit", "commit", *ENDINGS)
 def plans(
     draw: st.DrawFn, widths: st.SearchStrategy[list[int]], rarely: bool = False
 ) -> Plan:
-    """Draw a round; 1 in 3 is watched and 1 in 3 checked, with `rarely` 1 in 6."""
+    """Draw a round; 1 in 3 is watched and 1 in 3 checked, with `rarely` 1 in 6 each."""
     drawn = tuple(draw(widths))
     every = 6 if rarely else 3
     bits = draw(st.integers(0, 24 * every - 1))

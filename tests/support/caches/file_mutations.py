@@ -247,7 +247,7 @@ CHANGES: list[Callable[[Draft, Random], None]] = [
 
 
 def mutated(raw: bytes, other: bytes, rng: Random) -> bytes:
-    """Return a damaged copy of a file; `other` is a file to splice with."""
+    """Return a damaged copy of `raw`, perhaps with parts of another file, `other`."""
     kind = rng.random()
     if kind < 0.15:
         return _raw_damage(raw, other, rng)

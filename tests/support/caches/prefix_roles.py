@@ -91,7 +91,8 @@ def request(
     """Play a request; return reused tokens and restore points of each role.
 
     `roles` has the kind of each role, and how many last tokens its caches lack. All
-    tokens but the last are looked up. Restore points beyond the memory are dropped.
+    tokens but the last are looked up. Restore points that exceed the cache's memory
+    are dropped.
     """
     left: list[Left] = []
     running: list[Any] = []

@@ -128,9 +128,9 @@ class LayerKind:
 
 
 def attentions() -> list[Any]:
-    """Return attentions that compress by 4, 1, 0 (not at all) and 2 rows.
+    """Return attentions with the compression ratios 4, 1, 0 (no compression) and 2.
 
-    The head size is no multiple of 16, which avoids a slow rounding of rows.
+    mlx-lm rounds heads, which is slow, only if their size is a multiple of 16.
     """
     args = deepseek_v41.ModelArgs(
         hidden_size=16,

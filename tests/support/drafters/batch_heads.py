@@ -92,7 +92,7 @@ class KnowingMtp:
     head: KnowingHead = field(default_factory=KnowingHead)
     wrong: Callable[[int], bool] = lambda position: position % 7 == 3
     fed: list[tuple[str, int, int]] = field(default_factory=list)  # method, rows, slots
-    chains: int = 0  # number of drafts; those of a batch's rows are one draft
+    chains: int = 0  # number of drafts; all rows of a batch share one draft
     unknown: int = 0  # number of rows of these drafts whose first slot is in no text
 
     def rows(self, *args: Any) -> HeadOutput:
@@ -102,7 +102,7 @@ class KnowingMtp:
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
-        """Write slots; some rows may discard some of them later."""
+        """Write slots; the caller can discard slots of single rows later."""
         self.fed.append(("history", tokens.shape[0], tokens.shape[1]))
         self._write(hidden, tokens, caches)
 

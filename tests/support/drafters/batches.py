@@ -26,7 +26,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = TINY_MODELS | RECURRENT_MODELS
 LONGEST = 20  # tokens of a text, more than a window: the prompt leaves the window
-PROMPTS = (1, 2, 6, 17, 23, 40)  # tokens; windows are 16
+PROMPTS = (1, 2, 6, 17, 23, 40)  # numbers of tokens; windows hold 16
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.8, seed=1),

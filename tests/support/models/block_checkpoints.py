@@ -1,7 +1,7 @@
 """Tiny random DFlash2 and DSpark drafters, laid out on disk as real ones are.
 
-The table beside this file has an entry for each published packaging. Names of tensors
-and keys are written out again here, so that tests notice wrong names in the library.
+block_checkpoints.json has an entry for each published packaging. Names of tensors and
+keys are written out again here, so that tests notice wrong names in the library.
 """
 
 import json
@@ -43,7 +43,7 @@ class Packaging:
 
 
 def _filled(template: Any, layers: tuple[int, ...]) -> Any:
-    """Return a configuration in which the ids and the tapped layers are filled in."""
+    """Return a config with the tapped layers and the vocabulary size filled in."""
     if isinstance(template, dict):
         return {key: _filled(value, layers) for key, value in template.items()}
     if template == "layers":

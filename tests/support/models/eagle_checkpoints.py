@@ -1,6 +1,6 @@
 """Tiny random EAGLE-3 heads, laid out on disk as real ones are.
 
-The table beside this file has a dialect for each publisher. Names of tensors are
+eagle_checkpoints.json has a dialect for each publisher. Names of tensors are
 written out again here, so that tests notice wrong names in the library.
 """
 
@@ -66,7 +66,7 @@ def draft_ids() -> list[int]:
 
 
 def config_of(dialect: Dialect, layers: tuple[int, ...]) -> dict[str, Any]:
-    """Return config.json of a head that reads these layers of its target, from 0."""
+    """Return config.json of a head that reads these layers, counted from 0."""
     sizes: dict[str, Any] = {
         "model_type": "llama",
         "hidden_act": "silu",

@@ -71,7 +71,10 @@ def sentencepiece_tokenizer(*, strips: bool = True) -> TokenizerWrapper:
 
 
 def metaspace_tokenizer(scheme: str, *, cleans: bool = False) -> TokenizerWrapper:
-    """Make a tokenizer of `PIECES` with T5's decoder; `cleans`: it removes spaces."""
+    """Make a tokenizer of `PIECES` with T5's decoder.
+
+    With `cleans`, decoding removes spaces before punctuation.
+    """
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in PIECES], 0))
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
     return TokenizerWrapper(_fast(tokenizer, cleans=cleans))

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 
 class WrongInWideForwards(nn.Module):
-    """Makes the best token the worst in one row of forwards over `width` rows."""
+    """Makes the best token the worst in one row of forwards of exactly `width` rows."""
 
     def __init__(self, model: nn.Module, row: int, width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

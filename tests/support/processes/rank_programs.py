@@ -292,7 +292,7 @@ def _lopsided(model: nn.Module) -> None:
 
 
 def _closed(made: Any, text: list[int]) -> dict[str, Any]:
-    """Close a stream over caches of the caller, on rank 0 alone."""
+    """Run a stream over the caller's caches on all ranks; only rank 0 closes it."""
     cache = make_prompt_cache(made.model)
     stream = made.stream(prompt_of(PROMPT), max_tokens=TOKENS, prompt_cache=cache)
     yielded = []
@@ -351,7 +351,7 @@ def endless(deed: str, who: str) -> dict[str, Any]:
     except RankLostError as error:
         lost = time.time()
         again = ""
-        if "has left the stream" not in str(error):  # else the other rank still runs
+        if "has left the stream" not in str(error):  # a rank that left still runs
             again = raised(lambda: made.generate(prompt_of(PROMPT)))
         return {"raised": str(error), "at": lost, "again": again}
     except ValueError as error:

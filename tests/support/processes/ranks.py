@@ -46,8 +46,8 @@ def run_ranks(
 ) -> list[Ended]:
     """Run a program of `rank_programs` on every rank; kill processes left at the end.
 
-    With `launcher`, mlx.launch starts the ranks. Without it, `meanwhile` gets the
-    process ids once they run. The folder must be empty.
+    With `launcher`, mlx.launch starts the ranks. Without it, `meanwhile` is called with
+    the ids of the running processes. The folder must be empty.
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = dict(os.environ, RANKS_FOLDER=str(folder))

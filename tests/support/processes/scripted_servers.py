@@ -59,7 +59,7 @@ TEMPLATE = """\
 
 @cache
 def agent_tokenizer() -> TokenizerWrapper:
-    """Return the demo's tokenizer with thinking, tool calls in JSON and `TEMPLATE`."""
+    """Return the demo's tokenizer with `TEMPLATE`, `SPECIAL` and tool calls in JSON."""
     file = demo_models()["draft"] / "tokenizer.json"
     fast = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(file)),

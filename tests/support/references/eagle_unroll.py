@@ -26,7 +26,7 @@ def depth_loss(
     depth: int,
     hard: float,
 ) -> tuple[Tensor, int]:
-    """Return the sum of the losses of counted slots, and their number.
+    """Return the summed loss of the slots that `counts` selects, and their number.
 
     Args:
         features: the outputs of the tapped layers, each [positions, Ht].

@@ -1,7 +1,7 @@
 """The bundled models' weights in transformers' classes: torch, float32, on the CPU.
 
 transformers cannot read the bundled models, which are quantized in mlx-lm's layout. So
-the weights come from the loaded mlx-lm model. Both must give equal logits.
+the weights come from the loaded mlx-lm model. The two models must give equal logits.
 """
 
 import json

@@ -47,8 +47,9 @@ def block_accepted(
 ) -> mx.array:
     """Return a number for each round, [...], whose mean is the mean accepted count.
 
-    It is the sum of p_1 to p_k, of block verification's paper, along the drafted tokens
-    [..., k]. Without `draft_probs`, the drafts were chosen without noise.
+    It is the sum of p_1 to p_k along the drafted tokens [..., k]; the paper on block
+    verification defines these p. Without `draft_probs`, the drafts were chosen without
+    noise.
     """
     draft = draft_distributions(target_probs, draft_probs, drafted)
     return BLOCK.odds(target_probs, draft, drafted).shares[..., 1:].sum(axis=-1)

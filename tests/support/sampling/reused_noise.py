@@ -18,7 +18,10 @@ from support.sampling.enumeration import (
 
 
 def enumerate_two_rounds(rule: Rule, tables: Tables) -> Array:
-    """Return the joint distribution of four tokens, [pairs, vocab**4]; k is 3."""
+    """Return the joint distribution of four tokens, [pairs, vocab**4].
+
+    The tables have k = 3.
+    """
     first = Tables(tables.target[:3], tables.draft[:2])
     acceptance, distributions = ask(rule, first)
     weights = chain_distribution(first.draft)  # [pairs, drafts]

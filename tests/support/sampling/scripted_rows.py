@@ -57,7 +57,7 @@ class Forkable(Recorder):
 
 @pure
 def alternating(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Raise in place the logit of an id that follows from last token and length."""
+    """Raise in place the logit of one id, which depends on last token and length."""
     logits[:, (tokens[-1:] + len(tokens)) % VOCAB] += 2.0
     return logits
 

@@ -135,7 +135,7 @@ def block_taps(config: Mapping[str, Any], target_layers: int = 0) -> list[int]:
     """Tapped layers of a block drafter, in the order that `fc` reads them.
 
     Returns indices of layers whose output is read; -1 is the output of the embedding.
-    Ids of speculators count the embedding, so i is the output of layer i - 1 (vLLM).
+    Ids of speculators count the embedding, so id i is the output of layer i - 1 (vLLM).
     Without a list DFlash reads three layers, from 1 to the third from the end.
     """
     if is_gguf(config):

@@ -55,7 +55,7 @@ def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) 
     """The rotation that a config describes.
 
     `partial` says whether to read `partial_rotary_factor`. `mrope_section` is ignored,
-    since the rows of a text have three equal positions.
+    since in a text the three positions of a row are equal.
     """
     parameters = rope_parameters(config)
     parameters["rope_theta"] = float(parameters.get("rope_theta", 10000.0))

@@ -55,7 +55,7 @@ class Family:
     hidden_first: bool = False  # the state precedes the embedding in the concatenation
     plus_one: bool = False  # norms are stored as w and applied as 1 + w
     state: Literal["after_norm", "before_norm"] = "after_norm"  # input of the head
-    recycles: Literal["after_norm", "before_norm"] = "after_norm"  # of the next step
+    recycles: Literal["after_norm", "before_norm"] = "after_norm"  # next step's input
     # Names of copies of the target's embedding and head in the file.
     copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
