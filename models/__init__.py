@@ -1,7 +1,8 @@
 """Models: an mlx-lm model with its caches (a lane), hooks, loading, draft heads.
 
-This package does not know how tokens are chosen. This module exports the names that all
-drafters use.
+This package does not know how tokens are chosen. This module exports what other
+packages use. The package of one kind of head, such as `models.mtp`, exports its own
+names.
 """
 
 from mlx_speculation.models.checkpoints.convention import MtpConvention

@@ -49,7 +49,7 @@ PARTS = ("transformer_layer_config", "text_config", "dflash_config", "eagle_conf
 def parts_of(
     config: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a config and its nested parts, each after its path: "" or, say, "a.b."."""
+    """Yield (path, part) for a config and its nested parts; a path is "" or "a.b."."""
     yield path, config
     for key in PARTS:
         part = config.get(key)

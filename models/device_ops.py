@@ -21,7 +21,7 @@ class Block(Protocol):
 
     @property
     def y(self) -> mx.array:
-        """Results for each row, [batch, rows, heads, Dv]."""
+        """The result of each row, [batch, rows, heads, Dv]."""
         ...
 
     def after(self, keep: int) -> mx.array:
@@ -61,8 +61,9 @@ class DeviceOps:
         attention_dims: head dimensions for which the room's attention over a few rows
             needs no cuDNN plan for each number of keys.
         gated_delta: takes q and v, and returns a function of (q, k, v, g, beta, state)
-            that runs a block of gated delta steps of these shapes. None, here or as the
-            result: the room has no such function.
+            that runs a block of gated delta steps of these shapes. The result is None
+            if these shapes are not supported, or not in this round. The field is None
+            if the room has no such function.
         compile_draft: returns the compiled and tested forward of a draft model, or
             raises `UnsupportedModelError`.
     """

@@ -6,8 +6,7 @@
     not_causal      a row depends on later tokens, so one forward cannot verify drafts
     depend_on_cuts  a row depends on where a prompt is cut into forwards, so a prompt
                     cannot be resumed from a prefix cache
-    key_steps       was tested with keys padded to whole steps of rows, see
-                    `caches/types/padded_kv.py`
+    key_steps       was tested with the padded keys of `caches/types/padded_kv.py`
 
 Every architecture of mlx-lm 0.32.2 was tried in batches
 (tests/engine/batch/test_batch_census.py) and with drafts (tests/engine/test_census.py).

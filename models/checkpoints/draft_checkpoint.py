@@ -48,7 +48,7 @@ def layer_args(
 
     `rotations` has a rotation for each layer. All are checked, and the arguments get
     the first. With `gemma` the layers have Gemma's activation. Entries about biases are
-    not read: the tensors show which layers have one.
+    not read: the tensors show which layers have a bias.
     """
     key, *known = ("hidden_act", "silu", "swish")
     if gemma:
@@ -140,7 +140,7 @@ def layer_windows(
 def proposed_tokens(config: Config) -> Any:
     """Return the draft length in config.json, or None.
 
-    The library speculators writes it there. The value is not checked.
+    The library `speculators` writes it there. The value is not checked.
     """
     methods = nested(config, "speculators_config", "proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -280,7 +280,7 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def quantize_like(module: nn.Module, weights: Weights) -> None:
     """Quantize those parts of a drafter's module that are stored quantized.
 
-    Bits and group size follow from the shapes, since they often differ from the
+    Bits and group size are computed from the shapes. They often differ from the
     target's.
     """
 

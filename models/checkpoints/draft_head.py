@@ -56,9 +56,9 @@ class HeadState(NamedTuple):
 class HeadOnTarget(ABC):
     """A head on its target: runs positions, and writes them to the caches.
 
-    `head.chained` says whether each layer drafts one token, as in a chain. `head.depth`
-    is the largest number of drafted tokens in a round; None: no limit.
-    `head.new_caches()` makes a list of caches for each layer.
+    `head.chained` says whether the layers form a chain: layer k drafts token k of a
+    round. `head.depth` is the largest number of drafted tokens in a round; None: no
+    limit. `head.new_caches()` makes a list of caches for each layer.
     """
 
     head: Any
@@ -70,7 +70,7 @@ class HeadOnTarget(ABC):
 
         `hidden` are states of the target, or recycled ones of the head, [batch,
         positions, dim]. `tokens` are ids [batch, positions]: the token after each
-        position of the text. In a chain they are the tokens `layer` places further.
+        position of the text. In a chain they are the tokens `layer` places further on.
         """
         return self._output(layer, self._run(layer, hidden, tokens, caches))
 
@@ -176,9 +176,9 @@ def fed_again(layers: Sequence[Sequence[Any]]) -> int:
 
     That is one token for each layer. If all caches are sliding windows, none of their
     rows are kept, so the sum of the window sizes is added: the layers together look
-    back that far. If only some caches are windows, the rows of these windows depend on
-    all earlier tokens and cannot be restored, so the head's history begins at the
-    point.
+    back that far. If only some caches are windows, the layers with full attention make
+    the rows of these windows depend on all earlier tokens. Feeding some tokens again
+    cannot restore such rows, so the head's history begins at the point.
     """
     sizes = [getattr(cache, "max_size", 0) for caches in layers for cache in caches]
     return len(layers) + (sum(sizes) if all(sizes) else 0)

@@ -28,10 +28,10 @@ _USUAL = {
 
 
 def gemma_args(config: Config, name: str) -> gemma4_text.ModelArgs | None:
-    """Return mlx-lm's arguments of Gemma 4 layers with their own keys and values.
+    """Return mlx-lm's arguments of a drafter's Gemma 4 layers.
 
-    All layers have full attention, no experts and no per-layer inputs. None: the
-    drafter has layers of another kind.
+    All layers have full attention, no shared keys and values, no experts and no
+    per-layer inputs. None: the drafter has layers of another kind.
     """
     part = layer_part(config)
     names = f"{config.get('architectures')} {part.get('model_type')}"
@@ -53,8 +53,8 @@ def with_rotations(
 ) -> gemma4_text.ModelArgs:
     """Return the arguments with the rotation of each kind of layer added.
 
-    mlx-lm reads only `rope_parameters` with an entry for each kind, and takes a default
-    for a theta under another key.
+    mlx-lm reads only `rope_parameters` with an entry for each kind. It ignores a theta
+    under any other key, and takes a default.
     """
     by_kind = {}
     for kind in sorted(set(args.layer_types or ())):

@@ -44,9 +44,9 @@ class Loaded(NamedTuple):
 class JoinedHead(nn.Module):
     """A head without its decoder layers.
 
-    `width` is the input size of `fc`, the sum over all layers that the head reads. With
-    `gemma`, the arguments of Gemma 4's layers, the head scales its own embeddings and
-    caps its own logits.
+    `width` is the input size of `fc`: the target's hidden size times the number of its
+    layers that the head reads. With `gemma`, the arguments of Gemma 4's layers, the
+    head scales its own embeddings and caps its own logits.
     """
 
     def __init__(

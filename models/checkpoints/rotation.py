@@ -144,7 +144,7 @@ def _statements(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str
     """
     for path, part in parts_of(config):
         for key in _FLAT:
-            # With Gemma's global_<key> for full layers, <key> is for sliding ones.
+            # Beside Gemma's global_<key>, <key> is for sliding layers, not for all.
             if key in part and f"global_{key}" not in part:
                 yield f"{path}{key}", key, part[key]
         for key in _OBJECTS:

@@ -53,8 +53,8 @@ def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
     for sign, kind in _SIGNS.items():
         if any(name.startswith(sign) for name in present):
             return kind
-    # A claimed DSpark drafter is kept: it can have DFlash's tensors only. A claimed
-    # DFlash2 drafter needs more, but is kept too, since its loader raises the error.
+    # A claimed DSpark drafter is kept: it needs no tensors but those of DFlash. A
+    # claimed DFlash2 drafter needs more, but is kept too: its loader raises the error.
     if present >= _BLOCKS and claimed not in ("dflash", "dflash2", "dspark"):
         return "dflash"
     return claimed

@@ -1,4 +1,4 @@
-"""Attention in float32 on an x86-64 CPU, by products of BLAS.
+"""Attention in float32 on an x86-64 CPU, by matrix products of BLAS.
 
 On such a CPU, mlx's own attention spends most of its time outside of the matrix
 products. Here:
@@ -32,7 +32,7 @@ def attention(
         values: [batch, key heads, n, value dim].
         scale: the factor of the products of queries and keys.
         mask: None, "causal", or an array: of bool, or of float32 to add to the scores.
-            Its shape is [rows, n], with or without axes for batch and heads before.
+            Its shape is [rows, n], with or without axes for batch and heads in front.
 
     Returns:
         [batch, heads, rows, value dim].

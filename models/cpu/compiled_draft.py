@@ -29,7 +29,7 @@ from mlx_speculation.caches import whole_steps, with_room
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models.round_context import rows_of_a_round
 
-MOST_TOKENS = 2  # in a step; a round feeds the tokens that the draft's lane lacks
+MOST_TOKENS = 2  # in a step; after a round, the draft's lane lacks 1 or 2 known tokens
 _SAMPLE = (3, 1, 2, 0)
 
 
@@ -123,7 +123,7 @@ class CompiledSteps:
 
 
 def _in_steps(old: mx.array, rows: int, room: int) -> mx.array:
-    """Return a buffer of whole steps, so that few shapes are compiled."""
+    """Return a buffer of `whole_steps` rows, so that few shapes are compiled."""
     room = whole_steps(room)
     return old if old.shape[2] == room else with_room(old, rows, room)
 

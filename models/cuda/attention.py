@@ -104,7 +104,7 @@ def attention(
     *,
     contiguous: bool = False,
 ) -> mx.array:
-    """Return softmax(scale queries keys^T + mask) values, in the form of `queries`.
+    """Return softmax(scale queries keys^T + mask) values, shaped like `queries`.
 
         queries    [batch, heads, rows, dim], bfloat16 or float16, dim in `DIMENSIONS`
         keys       [batch, key heads, columns, dim], of the same dtype; the last axis is
@@ -114,8 +114,8 @@ def attention(
                    bool, broadcast to [batch, 1, rows, columns], True where a row sees
                    a column
 
-    With `contiguous`, the kernel that is kept on disk is used, for which inputs in
-    other layouts are copied.
+    With `contiguous`, the kernel that is kept on disk is used. Inputs that are not
+    contiguous are copied for it.
     """
     batch, heads, rows, dim = queries.shape
     key_heads, columns = keys.shape[1:3]

@@ -129,7 +129,7 @@ def run_steps(
     # The state before the block, [batch, heads, Dv, Dk]; None: zeros, float32
     state: mx.array | None = None,
 ) -> Steps:
-    """Run a block of gated delta steps on CUDA, if the kernel `serves`."""
+    """Run a block of gated delta steps on CUDA; `serves` has to be true for q and v."""
     if state is None:
         batch, heads, width = q.shape[0], *v.shape[2:]
         state = mx.zeros((batch, heads, width, q.shape[-1]), mx.float32)

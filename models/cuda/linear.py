@@ -63,7 +63,7 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
     """Return the weight for the kernel like `half_weight`, for a quantized layer."""
     width, group, weight = x.shape[-1], layer.group_size, layer["weight"]
     if not 1 < x.size // width <= MOST_ROWS or weight.shape[-1] * 8 != width:
-        return None  # this also excludes other bits
+        return None  # this also excludes weights of other than 4 bits
     if layer.bits != 4 or layer.mode != "affine" or group not in (32, 64, 128):
         return None
     scales = layer["scales"]
@@ -77,7 +77,7 @@ class _Way(NamedTuple):
 
     method: str
     weight_of: WeightOf
-    summed: bool = False  # whether the products of all ranks of its group are added
+    summed: bool = False  # whether the products of all ranks are added
 
 
 _LAYERS: dict[type[nn.Module], _Way] = {

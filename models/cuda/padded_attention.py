@@ -5,8 +5,8 @@ of row count and key count (`caches/types/padded_kv.py`). A draft model meets ma
 pairs, since a prompt can have any length. With padding it meets few:
 
     rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      see `row_size`
-    keys     512 1,024 1,536 ... 4,096 4,608 ...             whole steps of 512, or
-                                                             these and then the rows
+    keys     512 1,024 1,536 ... 4,096 4,608 ...             see `whole_steps`; or these
+                                                             plus a number of rows
 
 The padding is zeros. If the mask is causal, and the number of keys before the rows is 0
 or makes whole steps, as many keys are added as rows. The mask stays causal, and only

@@ -48,7 +48,7 @@ class DFlashSettings:
     block: int  # the number of rows of a block, with the anchor
     mask_token: int
     windows: tuple[int | None, ...]  # of each layer; None: unlimited
-    causal: tuple[bool, ...]  # whether rows of a layer see only earlier rows of a block
+    causal: tuple[bool, ...]  # of each layer: whether rows see no later rows of a block
     rotations: tuple[Rotation, ...]  # of each layer
     anchor: Anchor = "given"
     partial: bool = False  # whether only a share of a head's dimensions is rotated
@@ -102,7 +102,7 @@ def block_settings(
     anchor: Anchor = "given",  # the default
     causal: bool = True,  # the default of sliding layers
     gemma: bool = False,  # whether the layers have Gemma's activation
-    # Whether layer_types may be a wrong copy from the target's config.json
+    # Whether layer_types can be a wrong copy from the target's config.json
     copied: bool = False,
 ) -> DFlashSettings:
     """Read the settings that all block drafters have.
@@ -145,7 +145,7 @@ def block_settings(
 
 
 def _block_size(fields: Config, anchor: Anchor, name: str) -> int:
-    """Return the rows of a block, the anchor included."""
+    """Return the number of rows of a block, the anchor included."""
     block = number(fields, "block_size", name)
     if fields.get("dspark_bonus_anchor") and anchor == "samples":
         block -= 1  # the stated size includes the token after the block
@@ -232,7 +232,7 @@ def open_readings(config: Config) -> tuple[bool, bool]:
 
 
 def _causal(config: Config, window: int | None, usual: bool) -> bool:
-    """Return whether a layer's rows see only earlier rows of the block."""
+    """Return whether a layer's rows see no later rows of the block."""
     fields = own_keys(config)
     if fields.get("dflash_query_causal"):
         return True

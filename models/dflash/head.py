@@ -45,8 +45,8 @@ class DFlashLayer(qwen3.TransformerBlock):
 class DFlashHead(JoinedHead):
     """The network of a block drafter.
 
-    `width` is how many numbers it reads at each position of the target. `layers` have
-    `run` and `self_attn.write`; None: DFlash's layers.
+    `width` is the input size of `fc`. `layers` have `run` and `self_attn.write`; None:
+    DFlash's layers.
     """
 
     def __init__(

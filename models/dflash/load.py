@@ -64,7 +64,8 @@ def load_dflash(
 
     Raises:
         ModelFolderError: the drafter is of another kind or target, or not complete.
-        ConventionError: no reading scores better than chance.
+        ConventionError: the drafter scores no better than chance, however its layer ids
+            and its anchor are read.
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)
@@ -87,7 +88,7 @@ def read_blocks(folder: Path, name: str) -> Weights:
     """Return the tensors of a block drafter, by the usual names.
 
     Raises:
-        ModelFolderError: there are no tensors, or the mask is not a token.
+        ModelFolderError: there are no tensors, or the mask has a file of its own.
     """
     extra = next(iter(folder.glob("mask_embedding*")), None)
     if extra is not None:
@@ -116,7 +117,7 @@ def build(
 
     Raises:
         ModelFolderError: the tensors are not complete, or not of this target.
-        ConventionError: there was a probe, and no reading scored better than chance.
+        ConventionError: there was a probe, and no candidate scored better than chance.
     """
     parts = find_parts(model)
     parts.require("layers", "norm")

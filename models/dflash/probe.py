@@ -42,7 +42,7 @@ def probe_blocks(
     """Return the layers of the reading with the best score, and the score.
 
     Raises:
-        ConventionError: no reading scores better than chance.
+        ConventionError: no candidate scores better than chance.
     """
     usual = head.settings
     anchors: list[Anchor] = [usual.anchor]

@@ -16,11 +16,11 @@ class DFlash2Settings:
     blocks: DFlashSettings
     taps: int  # see `BlockConvolution`
     group: int  # see `BlockConvolution`
-    rank: int
-    top: int  # candidates for each draft
-    vocab: int | None  # ids from here on are no candidates; None: no such limit
-    softcap: float | None  # the cap of logits; None: no cap is applied here
-    embedding_scale: float  # a factor of the embeddings, beside the target's own
+    rank: int  # the rank of the selector's matrices
+    top: int  # the number of candidates for each drafted token
+    vocab: int | None  # candidates are ids below this number; None: all ids
+    softcap: float | None  # the drafter's cap of logits; None: the drafter has no cap
+    embedding_scale: float  # a factor of the embeddings, after the target's own factor
     logit_scale: float  # a factor of the logits before the cap
 
 
@@ -41,7 +41,7 @@ def read_settings(config: Config) -> DFlash2Settings:
     """
     fields = own_keys(config)
     speculators = config.get("speculators_model_type") is not None
-    # In files of speculators, sliding layers are not causal by default.
+    # In files of the library `speculators`, sliding layers are not causal by default.
     blocks = block_settings(config, NAME, causal=not speculators)
     if blocks.anchor != "given":
         raise ModelFolderError(

@@ -1,7 +1,4 @@
-"""EAGLE-3 and P-EAGLE heads: config.json, modules, loading, and the layers to read.
-
-Other heads are not known here.
-"""
+"""EAGLE-3 and P-EAGLE heads: config.json, modules, loading, and the layers to read."""
 
 from mlx_speculation.models.eagle.config import AFTER_NORM, is_eagle, is_peagle
 from mlx_speculation.models.eagle.head import Eagle, EagleHead

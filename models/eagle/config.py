@@ -1,9 +1,9 @@
 """Configuration of EAGLE-3 heads, from config.json.
 
 Five dialects are read: that of SGLang and SpecForge, that of vLLM, that of the authors
-of EAGLE-3, that of DeepSpec, and that of speculators. The last one has the sizes of the
-layers in a nested part. A number in a list of layers means "layers" (the index of a
-layer) or "tuple" (an index into the tuple of hidden states); see
+of EAGLE-3, that of DeepSpec, and that of the library `speculators`. The last one has
+the sizes of the layers in a nested part. A number in a list of layers means "layers"
+(the index of a layer) or "tuple" (an index into the tuple of hidden states); see
 `checkpoints.layer_readings`.
 
 A head with `use_aux_hidden_state` false reads only the target's last state: the output
@@ -177,7 +177,9 @@ def layer_readings(
     list's numbers; None: the usual one for the key of config.json.
 
     Raises:
-        ModelFolderError: the target has no such layers.
+        ModelFolderError: the target lacks a listed layer; `fc` takes another number of
+            layers; or there is no list, and there are no usual layers for the count
+            that `fc` reads.
         InvalidRequestError: `counts` is no way of counting.
     """
     if nested(config, "eagle_config", "use_aux_hidden_state") is False:

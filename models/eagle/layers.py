@@ -19,7 +19,8 @@ from mlx_lm.models.rope_utils import apply_yarn_mscale
 
 from mlx_speculation.models.eagle.config import EagleSettings
 
-# Llama's attention, with norms of queries and keys before the rotation.
+# By `query_norms`: Llama's attention, then two with norms of queries and keys before
+# the rotation.
 _ATTENTION = {
     None: llama.Attention,
     "each": qwen3.Attention,

@@ -1,7 +1,7 @@
 """Loading an EAGLE-3 or P-EAGLE head from its folder into a module.
 
 The tensors decide whether the head has an embedding and an output layer of its own,
-norms before `fc` and biases, and whether it is quantized. config.json has the rest.
+biases, and norms before `fc`, and whether it is quantized. config.json has the rest.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Gemma 4 assistants: config.json, the module, loading, keys and values to read.
-
-Other heads are not known here.
-"""
+"""Gemma 4 assistants: config.json, the module, loading, keys and values to read."""
 
 from mlx_speculation.models.gemma_assistant.config import is_assistant
 from mlx_speculation.models.gemma_assistant.network import (

@@ -22,7 +22,7 @@ class Centroids:
     """Settings of an output layer that scores only the tokens of a few groups."""
 
     groups: int  # the number of groups; all have equally many tokens
-    chosen: int
+    chosen: int  # the number of groups whose tokens are scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,10 @@ class Assistant(nn.Module):
         return normed
 
     def logits(self, hidden: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Return logits [batch, n] for states [batch, dim] of `run`, and their ids."""
+        """Return logits [batch, n] for states [batch, dim] of `run`, and token ids.
+
+        The ids are those of `AssistantOutput.ids`.
+        """
         if "masked_embedding" not in self:
             return self.embed_tokens.as_linear(hidden), None
         ids = self.masked_embedding.candidates(hidden)

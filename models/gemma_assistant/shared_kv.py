@@ -53,7 +53,7 @@ class SharedKv:
             check_readable(caches[place], place)
 
     def read(self, caches: Any, left_out: int) -> "tuple[Read, int]":
-        """Return keys and values for each kind of layer, and the position of their end.
+        """Return keys and values for each kind of layer, and the position after them.
 
         The last `left_out` positions are not read. The caller must drop the arrays
         before the target writes again.

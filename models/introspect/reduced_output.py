@@ -30,7 +30,8 @@ from mlx_speculation.models.observer import OBSERVED, Observer, observing
 # Operations that take ids of logits. mlx does not check the ids, so an id past the end
 # would write or read other memory.
 _INDEXED = ('"Scatter', '"Gather')
-# Of the largest logit: a product with fewer rows can round differently
+# The difference that is allowed, as a share of the largest logit: with fewer outputs a
+# product can round differently.
 _TOLERANCE = 1e-3
 
 

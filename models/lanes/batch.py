@@ -154,7 +154,7 @@ class BatchLane(RequestLane):
 
     @property
     def fed_as(self) -> list[int]:
-        """The requests whose tokens the places are fed; request 0 for spare places."""
+        """The request whose tokens each place is fed; request 0 for spare places."""
         result = [0] * self.places
         for row, place in enumerate(self.stand):
             result[place] = row

@@ -51,7 +51,8 @@ _SCALED = frozenset(
     f"mlx_lm.models.{name}" for name in ("llama4", "ministral3", "mistral4")
 )
 
-# The check's number of known tokens, and its tree: the last rows have small depths.
+# The check's number of known tokens, and the parents of the nodes of its tree. The last
+# rows have small depths, so their positions differ much from their places.
 _PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
 # The bound on differences of rows, in standard deviations of their logits: `_TIMES`
 # times the difference between one chain fed in two ways, but at least `_LEAST_HALF` in

@@ -26,8 +26,8 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 class ModelHooks(Hooked):
     """The hooks on one model, for the life of their owner.
 
-    Several owners can hook one model. The last one to remove its hooks gives the
-    modules their own classes back.
+    Several owners can hook one model. When the last one removes its hooks, the modules
+    get their plain classes back.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -6,8 +6,9 @@ layers, the first layers run meanwhile. Each submission costs time, so
 `SpeculativeGenerator.calibrate` finds the best number of layers by measurement.
 
 On a CPU `mx.async_eval` blocks when about a hundred operations wait. So a plain step is
-submitted layer by layer. Rounds gained nothing from this with two cores
-(docs/log/rounds.md). Results are the same for any number of layers.
+submitted layer by layer: the first layers run while the others are built. Rounds gained
+nothing from this with two cores (docs/log/rounds.md). Results are the same for any
+number of layers.
 """
 
 import functools

@@ -163,7 +163,7 @@ def nemotron_h(args: Any, config: Config, k: int) -> list[Block]:
 
 
 def step3p5(args: Any, config: Config, k: int) -> list[Block]:
-    """Step-3.5: a dense layer, with the attention that the arguments give its index."""
+    """Step-3.5: a dense layer; its index decides the kind of attention."""
     index = args.num_hidden_layers + k
     args = replace(args, moe_layers_enum="-1")
     module = _models("step3p5").Step3p5DecoderLayer(args, index)

@@ -154,7 +154,7 @@ class TreeRound:
         self._level = self._columns = 0
 
     def run(self, tokens: mx.array, above: mx.array, seen: mx.array) -> None:
-        """Run the nodes of the next level; the arguments are those of a `Level`."""
+        """Run the nodes of a level; the arguments are those of `tree_growth.Level`."""
         depths = mx.zeros(tokens.shape[1], mx.int32)
         rows = TreeRows(seen, depths, self._level - self._columns)
         hidden = self._recycled[:, above]

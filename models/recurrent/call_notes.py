@@ -86,7 +86,7 @@ def watched(kind: type[nn.Module], watch: Watch, scan: Call | None) -> dict[str,
 
 
 def scan_of(kind: type[nn.Module], watch: Watch) -> Call | None:
-    """Return the scan that `kind` calls now; None: no scan, or an unknown source."""
+    """Return the scan that `kind` calls now; None: no scan, or an unknown one."""
     if watch.scan is None:
         return None
     result = vars(sys.modules[kind.__module__]).get(watch.scan.name)

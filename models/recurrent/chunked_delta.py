@@ -173,7 +173,7 @@ def gated_delta_in_chunks(
     kernel = gated_delta_kernel(q, v)
     by_channel = a.ndim != b.ndim
     in_chunks = rows_differ(q.dtype) and not by_channel
-    padded = mask is not None  # rows of a batch of mlx-lm
+    padded = mask is not None  # mlx-lm passes a mask for a batch with padding
     if padded or not 1 < q.shape[1] <= LONGEST or not (kernel or in_chunks):
         return None
     beta = mx.sigmoid(b)

@@ -37,7 +37,7 @@ def _gated_delta(slot: int) -> Scan:
 
 
 def _gated_delta_after(*convs: str) -> ConvsAndScan:
-    """Return a recipe: the first slots hold convolutions, the last slot the scan."""
+    """Return a recipe; the state of the scan is in the slot after the convolutions'."""
     slots = {path: slot for slot, path in enumerate(convs)}
     return ConvsAndScan(slots, _gated_delta(len(convs)))
 

@@ -59,9 +59,9 @@ class Scan:
     slot: int  # of the state in the cache
     # The argument of the state; the result's second item is the next state
     state: str
-    rows: Mapping[str, int]  # the arguments with positions, and the axis of these
+    rows: Mapping[str, int]  # argument with positions -> the axis of the positions
     called_in: str = "__call__"  # the method of the mixer that calls it
-    # Runs a block at once, with the scan's arguments, or returns None
+    # Takes the scan's arguments and runs all rows at once; returns None if it cannot
     in_chunks: Callable[..., Block | None] | None = None
 
     @property

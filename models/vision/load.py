@@ -131,7 +131,7 @@ def tokenizer_of(processor: Any) -> TokenizerWrapper:
 
 
 class Processor:
-    """Makes prompts with images from text or messages and pictures.
+    """Makes prompts from pictures and a text, or from pictures and messages.
 
     `processor` is the one that `mlx_vlm.load` returns.
     """
