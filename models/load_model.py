@@ -74,13 +74,13 @@ def load(
     Args:
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
         adapter_path: a folder of adapter weights that mlx_lm.lora made for the model.
-        trust_remote_code: whether code in the folder may run.
+        trust_remote_code: whether code in the folder is allowed to run.
         group: the group over whose ranks the model is spread. Every rank calls `load`,
             and keeps its part of the weights.
         parallel: the way to spread the model: "tensor" or "pipeline".
         vision: whether to load the model with mlx-vlm, as a target that reads images.
-            None: if the folder has a vision part and mlx-lm lacks the architecture. For
-            further errors see `load_vision`.
+            None: do so if the folder has a vision part and mlx-lm lacks the
+            architecture. For further errors see `load_vision`.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are

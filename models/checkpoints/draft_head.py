@@ -77,7 +77,7 @@ class HeadOnTarget(ABC):
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Return the output for the last position; the others only fill the caches.
+        """Return the output for the last position; earlier ones only fill the caches.
 
         The arguments are those of `rows`.
         """

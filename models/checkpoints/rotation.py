@@ -73,7 +73,8 @@ def read_rotation(
     name: str,  # the drafter's name, for messages
     kind: str = FULL,
     *,
-    usual: Rotation | None = None,  # for a config with no keys but those of `_FLAT`
+    # The defaults of a config.json that has no keys but those of `_FLAT`
+    usual: Rotation | None = None,
 ) -> Rotation:
     """Return the rotation of the layers of a kind.
 

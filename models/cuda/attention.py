@@ -43,7 +43,7 @@ from mlx_speculation.models.cuda.matmul import HALVES, TYPES_WITHOUT_HEADERS
 MOST_ROWS = 32
 DIMENSIONS = (64, 128, 256)
 KEYS = 256  # the least number of keys of a block, if keys are split
-BLOCKS = 528  # four for each multiprocessor of a large GPU
+BLOCKS = 528  # at most, if keys are split: four for each multiprocessor of a large GPU
 
 
 def _names(dtype: mx.Dtype, *others: Any) -> str:

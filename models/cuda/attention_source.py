@@ -224,7 +224,7 @@ def constants(dtype: mx.Dtype, dim: int) -> str:
 
 
 def source_of(mask: str, parts: bool) -> str:
-    """Return the body of the kernel for a kind of mask, for whole or split keys."""
+    """Return the body of the kernel for a kind of mask; `parts`: keys are split."""
     seen, sees = _MASKS[mask]
     source = _ATTEND.replace("SEEN", seen).replace("SEES", sees)
     return source.replace("WRITE", _PART if parts else _WHOLE)

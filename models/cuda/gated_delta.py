@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-WARPS = 8  # of a block; each warp has a row of the state
+WARPS = 8  # of a thread block; each warp has a row of the state
 WIDEST = 512  # the largest Dk; a lane holds a 32nd of it
 
 _SOURCE = r"""
@@ -98,7 +98,7 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Result of a block, from which states after fewer rows can be computed."""
+    """Result of some rows, from which states after fewer rows can be computed."""
 
     y: mx.array  # the output for each row, [batch, rows, heads, Dv]
     last: mx.array  # the state after all rows, [batch, heads, Dv, Dk]

@@ -9,9 +9,9 @@ pairs, since a prompt can have any length. With padding it meets few:
                                                              plus a number of rows
 
 The padding is zeros. If the mask is causal, and the number of keys before the rows is 0
-or makes whole steps, as many keys are added as rows. The mask stays causal, and only
-added rows see added keys. Otherwise a bool mask hides the added keys. Attention with a
-bool mask took 3 to 7 times as long on an H200.
+or makes whole steps, equally many keys and rows are added. The mask stays causal, and
+only added rows see added keys. Otherwise a bool mask hides the added keys. Attention
+with a bool mask took 3 to 7 times as long on an H200.
 
 Only drafts and rounds use this: their logits are allowed to differ from mlx's by
 rounding.

@@ -15,8 +15,8 @@ do not affect each other.
                   layer(-1) is the input of the first layer, the embeddings
     before_norm   the input of the final norm. If a model has several residual streams,
                   this is their mix, and there is no `layer(i)`
-    after_norm    the output of the final norm. Some models scale it or the logits;
-                  `head` does so too
+    after_norm    the output of the final norm. Some models then scale this output or
+                  the logits; `head` does so too
 """
 
 import weakref

@@ -19,7 +19,7 @@ from mlx_speculation.models.introspect.taps import States
 
 Callback = Callable[[], None]
 
-# Twice the longest chunk of a prompt. A drafter that still reads leaves fewer unread.
+# Twice the longest chunk of a prompt. If more states are unread, no drafter reads them.
 MOST_UNREAD = 4096
 
 

@@ -4,7 +4,8 @@ In exact mode every forward has the same number of rows, and reads keys in views
 size depends on the position alone (`caches/types/fixed_view.py`). A row's bits then
 depend only on the tokens up to this row, if the model applies the masks of its caches
 to all that `update_and_fetch` returns, and computes nothing else that depends on the
-padding. Only a trial shows whether it does: tests/models/lanes/test_fixed_shape.py.
+padding. Only a trial shows whether a model does so, see
+tests/models/lanes/test_fixed_shape.py.
 """
 
 import mlx.nn as nn

@@ -1,4 +1,4 @@
-"""Chunks of prompts: their usual length, and the prompt tokens read between rounds."""
+"""Chunks of prompts: their usual length, and a budget of tokens between rounds."""
 
 import mlx.core as mx
 

@@ -167,7 +167,8 @@ class Lane(RequestLane):
     def count_bytes(self, speculation: Speculation, width: int, whole: bool) -> None:
         """Update `round_bytes`; chunks of a prompt are not counted.
 
-        Done in the widest round yet, and once in `COUNTED_EVERY` rounds.
+        Bytes are counted in each round that is wider than all before it, and once in
+        `COUNTED_EVERY` rounds.
         """
         if whole and width > 1:
             return
@@ -221,7 +222,7 @@ class Lane(RequestLane):
                 mx.eval(states(lane_round.speculation.caches), shown)
                 lane_round.commit(len(chunk))
             if lane_round.replaced:
-                mx.eval(states(self.caches))  # else the old arrays stay alive
+                mx.eval(states(self.caches))  # lazy ones would keep old arrays alive
             start += len(chunk)
             if each is not None:
                 each(chunk, lane_round.hidden)
@@ -321,7 +322,7 @@ class LaneRound(RequestRound):
     def commit(self, keep: Keep) -> None:
         """Keep the first `keep` tokens fed."""
         keep = keep if isinstance(keep, int) else keep[0]
-        if self._prepared != keep and not self._whole:  # else `Speculation` prepares
+        if self._prepared != keep and not self._whole:  # whole: `speculation` prepares
             self.prepare(keep)
         lane, speculation = self._lane, self.speculation
         lane.count_bytes(speculation, self._width, self._whole)

@@ -1,6 +1,6 @@
 """Forwards that are submitted in parts, while the rest of each graph is built.
 
-A round cannot be built before the results of the last round were read, so a GPU idles
+A round cannot be built before the results of the previous one were read, so a GPU idles
 while the graph of the forward is built. If the forward is submitted after every few
 layers, the first layers run meanwhile. Each submission costs time, so
 `SpeculativeGenerator.calibrate` finds the best number of layers by measurement.
@@ -29,7 +29,7 @@ PART_SIZES = (0, 2, 4, 8, 16)  # layers that a round can submit at once; 0: all
 def usual_part() -> int:
     """Return how many layers a round submits at once if `calibrate` has not run.
 
-    With CUDA it is all of them (0): by smaller parts, small and quantized models lose
+    With CUDA it is all of them (0): with smaller parts, small and quantized models lose
     as much as large models gain (docs/log/cuda_kernels.md). On Metal it is 8 layers,
     since other projects report a gain from parts of a few layers.
     """

@@ -121,7 +121,7 @@ def decided(convention: MtpConvention | None, result: FoundHead) -> MtpConventio
     """Return a convention, by default the family's, with the form of norms filled in.
 
     Raises:
-        ModelFolderError: the form of norms is unknown, or the family does not have it.
+        ModelFolderError: the form of norms is unknown, or the family has another form.
     """
     convention, family = convention or result.family.convention, result.family
     norms = convention.norms or result.norms
