@@ -59,7 +59,7 @@ class GeneratorConfig:
     notices: tuple[str, ...]  # on how the draft was chosen
     lengths: PolicyFactory
     options: GeneratorOptions  # as passed
-    # Index of the head whose rows the prefix cache keeps; None: it keeps no head's rows
+    # The prefix cache's index of the head whose rows it keeps; None: it keeps none
     kept_head: int | None
 
     @property
@@ -69,7 +69,7 @@ class GeneratorConfig:
 
     @property
     def draft_models(self) -> SequenceOf[nn.Module]:
-        """The draft models, in the order of their proposals."""
+        """The draft models, in the order of the draft's members."""
         return () if self.draft is None else self.draft.models
 
 

@@ -18,8 +18,8 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 HALF = 3  # largest number of bytes of an incomplete character
 CONTEXT = 8  # smallest number of earlier tokens that are decoded with a new one
 # Matches text that a tokenizer's clean-up of spaces cannot change any more. Each text
-# that the clean-up replaces begins with a space. It ends at most one character after
-# that space, or at a quote, or after a quote.
+# that the clean-up replaces begins with a space. Its last character is the one after
+# that space, a quote, or the character after a quote.
 _CLEANED = re.compile(r".*[^\s']{2}", re.DOTALL)
 
 
@@ -111,8 +111,8 @@ class TextDetokenizer:
     def finish(self) -> tuple[str, bool]:
         """Return the rest of the text, and whether a stop string ended it.
 
-        An incomplete character at the end is left out, and so is a true replacement
-        character.
+        An incomplete character at the end is left out. A replacement character at the
+        end is left out too, even if it is part of the text.
         """
         text = self._decode(self._window) if self._window else ""
         rest = text[len(self._shown) :].rstrip(INCOMPLETE)

@@ -54,7 +54,7 @@ class SpeculativeGenerator:
         InvalidRequestError: an argument is out of range or of the wrong kind.
         UnsupportedCacheError: the model's caches are of an unknown kind.
         UnsupportedModelError: the target cannot be decoded on several ranks.
-        RankMismatchError: the ranks run other versions, or other programs.
+        RankMismatchError: the ranks run different versions, or different programs.
         RankLostError: a rank is gone.
     """
 
@@ -258,7 +258,7 @@ class SpeculativeGenerator:
 
         Raises:
             InvalidRequestError: two values do not fit together; nothing has run.
-            Exception: the error of the first row that failed, when all rows have ended.
+            Exception: the error of the first row that failed, once all rows have ended.
         """
         return generate_batch(self, prompts, max_rows, options, each)
 

@@ -24,8 +24,8 @@ class Memory:
     """Allocated bytes of the arrays that are held when a generation ends.
 
     Attributes:
-        draft_weights: weights that only the draft has, and rows of a reduced
-            vocabulary.
+        draft_weights: weights that only the draft has, and the output rows that were
+            copied for a reduced vocabulary.
         target_caches: caches of the target, including allocated rows still empty.
         draft_caches: caches of the draft, and hidden states of the target that the
             draft has not read yet. A custom drafter lists its arrays and caches in an
@@ -56,7 +56,7 @@ WeightBytes = tuple[int, int, frozenset[int]]
 
 
 def weight_bytes(model: nn.Module, modules: Sequence[nn.Module]) -> WeightBytes:
-    """Count the weights of a target and of the modules of its draft."""
+    """Return the `WeightBytes` of a target and of the modules of its draft."""
     target = model.parameters()
     draft = [module.parameters() for module in modules]
     names = frozenset(arrays_in(target, *draft))
@@ -70,7 +70,7 @@ def held_memory(
     arrays: Sequence[Any],
     prefix_cache: PrefixCache | None,
 ) -> Memory:
-    """Return the memory of a stream; `arrays` are the drafter's, besides its lanes."""
+    """Return the memory of a stream; `arrays` are all that the drafter holds."""
     target_weights, draft_weights, names = weights
     lanes = [target, *draft_lanes]
     known = names | arrays_in(target.caches).keys()

@@ -21,7 +21,7 @@ from mlx_speculation.models.vision import ImagePrompt
 from mlx_speculation.samplers import Rows
 
 CONTEXT = 8  # tokens decoded before an answer, so that a space at its start is kept
-MOST = 64  # largest number of answers that are compared with one prompt
+MOST = 64  # largest number of answers that are compared at one place of a prompt
 
 # Text, token ids, the messages of a chat, or an image processor's output.
 Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]] | ImagePrompt
@@ -160,7 +160,7 @@ class Prompts:
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except Exception as error:  # a template may raise any error
+        except Exception as error:  # a template can raise any error
             raise InvalidRequestError(
                 f"The chat template refused {len(messages)} messages: "
                 f"{type(error).__name__}: {error}."

@@ -107,6 +107,6 @@ class RoundClock:
         return result
 
     def stop(self) -> RoundSeconds:
-        """Return the parts; the time since the last reading counts as host."""
+        """Return the parts; the time since the clock was last read belongs to host."""
         self._spent["host"] += time.perf_counter() - self._last
         return RoundSeconds(**self._spent)

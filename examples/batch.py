@@ -1,6 +1,7 @@
 """Several requests at once: rows come and go between rounds. Each has its own options.
 
-Each text equals that of its prompt alone. `generate_batch` takes a list of prompts.
+Each text equals the one that its prompt gets without a batch. `generate_batch` takes a
+list of prompts.
 """
 
 from mlx_speculation import (
@@ -21,7 +22,7 @@ left = list(enumerate(PROMPTS))
 
 with BatchGenerator(generator, max_rows=3) as batch:
     while left or batch.waiting or batch.running:
-        if left:  # one comes in every round; the fourth waits for room
+        if left:  # one request is added in each round; the fourth waits
             seed, prompt = left.pop()
             sampling = Sampling(temperature=0.3, seed=seed)
             uid = batch.insert(prompt, max_tokens=16 + 8 * seed, sampling=sampling)

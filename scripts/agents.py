@@ -38,7 +38,7 @@ from bench.replays.lookup_arms import (
 from bench.replays.sessions import Turn, by_turns, edits, read_sessions, unrelated
 
 COSTS = {"1/32": 1 / 32, "1/8": 1 / 8, "1/2": 1 / 2}
-HISTORY = 200_000  # tokens of answers
+HISTORY = 200_000  # tokens of earlier answers that our lookup keeps
 COUNTED = 8  # sessions whose draft calls are counted
 
 Sessions = Sequence[Sequence[Turn]]

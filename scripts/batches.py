@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import BatchStatistics
 
 PLACES = 2  # places in a forward to try for the row where two texts differ
-# A batch may swap two tokens whose logits differ by less than this, in float32 and in
-# half precision (bfloat16 has steps of 1/8 from 16 to 32).
+# The largest difference of two tokens' scores at which a batch's text may differ: in
+# float32, and in half precision (bfloat16 has steps of 1/8 from 16 to 32).
 OFF_BY, HALF_OFF_BY = 1e-3, 0.3
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -197,7 +197,7 @@ def compared(
 
 
 def near_ties(bench: "Bench", job: Job, ours: Run, reference: Run) -> int:
-    """Return how many texts differ from a near-tie on; fail if one differs earlier."""
+    """Return how many texts differ first at a near-tie; fail if one differs earlier."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 

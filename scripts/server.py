@@ -4,8 +4,8 @@ Four servers run as processes: ours and mlx-lm's, each with the draft model and 
 In every pass they answer the same new prompts, one server after the other, in changing
 order. The clients of a server ask concurrently. Times are medians and 95th percentiles
 over all requests; tokens per second are of all clients together. Texts are compared
-with those of our server without a draft; in a batch, greedy texts may differ from a
-near-tie on (docs/exactness.md).
+with those of our server without a draft; in a batch, greedy texts may differ after a
+near-tie (docs/exactness.md).
 
     python scripts/server.py
     python scripts/server.py --clients 1 --clients 8 --requests 32
@@ -88,7 +88,7 @@ def started(
 
 
 def prompts_of(number: int, count: int) -> list[str]:
-    """Return the prompts of a pass; no two begin alike."""
+    """Return the prompts of a pass; no two have a common beginning."""
     groups = bundled(None, 8).values()
     texts = [question.turns[0] for group in groups for question in group]
     return [

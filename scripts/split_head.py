@@ -144,7 +144,8 @@ def _write(
         _, place = tensors[name]
         return (place.end - place.begin) / max(1, prod(place.shape))
 
-    names = sorted(tensors, key=item_size, reverse=True)  # keeps all aligned
+    # Tensors with the largest items come first, so that all tensors are aligned.
+    names = sorted(tensors, key=item_size, reverse=True)
     entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name in names:

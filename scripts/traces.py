@@ -7,9 +7,10 @@ draft at each position gives the result of every shorter draft from there.
     python scripts/traces.py traces.npz --model FOLDER --draft lookup \
         --name smollm2-lookup --prompts question.jsonl --per-group 4
 
-This command adds the pair, or more texts of it, to traces.npz, and prints one JSON
-line. The defaults of --model and --prompts are the bundled dense model and prompts. The
-tests and scripts/draft_length.py replay the files in tests/support/draft_length/.
+This command adds the pair of model and draft, or more texts of it, to traces.npz, and
+prints one JSON line. The defaults of --model and --prompts are the bundled dense model
+and prompts. The tests and scripts/draft_length.py replay the files in
+tests/support/draft_length/.
 
 A chat model ends its texts itself; other texts end after --tokens. Arrays of a pair,
 named `NAME/GROUP/...`, one row for each text, with zeros after its end:

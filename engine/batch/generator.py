@@ -49,9 +49,9 @@ class BatchGenerator:
     Args:
         generator: a `SpeculativeGenerator`; the rows have its options.
         max_rows: the largest number of rows that run at once. Further rows wait.
-        row_sizes: pad the number of rows to the next one of a few sizes, see
-            `models/shape_buckets.py`. Padding changes no text. None: pad only if a new
-            number of rows takes long to compile.
+        row_sizes: True: add padding rows up to the next of a few sizes, such as 6 or 8,
+            see `models/shape_buckets.py`. Padding changes no text. None: pad only if a
+            new number of rows takes long to compile. False: never pad.
 
     Raises:
         InvalidRequestError: `max_rows` is below 1, or the target is on several ranks.
@@ -142,7 +142,10 @@ class BatchGenerator:
 
     @property
     def memory(self) -> int:
-        """Allocated bytes of the caches of rows that have not ended, also of drafts."""
+        """Allocated bytes of the caches of rows that have not ended.
+
+        The caches of their drafters are included.
+        """
         return self._queue.nbytes
 
     def why_alone(self, uid: int) -> str | None:
@@ -170,10 +173,10 @@ class BatchGenerator:
         return row.stream.result
 
     def close(self) -> None:
-        """End every row. Results stay until `remove`. No effect while Python exits."""
+        """End every row. Results stay until `remove`. Do nothing while Python exits."""
         if self._closed or self._ending():
             return
-        with DeferredSignals(), ExitStack() as stack:  # calls all, the last one first
+        with DeferredSignals(), ExitStack() as stack:  # calls all, even if one raises
             self._closed = True
             stack.callback(self._open.close)
             for row in reversed(self._rows.values()):

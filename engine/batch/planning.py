@@ -25,7 +25,7 @@ from mlx_speculation.models import BatchLane, PrefillBudget, RowSizes
 
 
 class BatchDecoder(Decoder):
-    """Runs the rounds of the requests that run together, with one plan for all.
+    """Plans and runs the rounds of the requests that share forwards.
 
     Attributes:
         lengths: decides the draft lengths.
@@ -48,7 +48,7 @@ class BatchDecoder(Decoder):
         self._started: set[int] = set()  # uids whose own drafters have read the prompt
         self._reading = False  # whether a drafter still has prompt tokens to read
         self._waits = False  # whether the shared drafter waits for the step in flight
-        self._limits: list[int] = []  # longest draft of each request in this round
+        self._limits: list[int] = []  # most tokens to draft for each request
         self._context = 0  # number of tokens of the longest request in this round
 
     def take(self, rows: Sequence[BatchRequest]) -> None:

@@ -57,7 +57,7 @@ class BatchQueue:
             try:
                 if rows:
                     group.next_round(drain=drain)
-            finally:  # tokens read before an error are handed out too
+            finally:  # chunks made before an error are returned too
                 self._respond(rows)
         alone = []
         for row in self.running:  # a comprehension would cost a call

@@ -150,8 +150,8 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
 
 
 def _quantized_later(stream: Stream) -> bool:
-    """Return whether caches are quantized only at a position after the prompt."""
+    """Return whether quantization of the caches begins only after the prompt."""
     request = stream.request
     how, read = request.target.quantization, len(request.sequence.tokens) - 1
-    # max(1, ...): without a prefill, the first forward reads no quantized keys either.
+    # max(1, ...): without a prefill, nothing is quantized before the first forward.
     return how is not None and max(1, how.start) > read

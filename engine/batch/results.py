@@ -14,7 +14,7 @@ class BatchResponse:
             or with a budget of 0.
         finish_reason: "stop", "length" or "error" in the row's last response, else
             None.
-        error: the error that ended this row only.
+        error: the error that ended this row; the other rows go on.
     """
 
     uid: int

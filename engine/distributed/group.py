@@ -4,8 +4,8 @@ All ranks have to send the same numbers of bytes in the same order, for two purp
 
     exchange    before every forward, each rank sends a line with its place in the
                 program and receives all lines; if places differ, all ranks raise errors
-    forwards    as parts of the graph, the model's own layers exchange results, and rank
-                0 sends tokens
+    forwards    in the graph of a forward, the model's own layers exchange results, and
+                rank 0 sends tokens
 
 An exchange is evaluated before anything else is submitted. No finalizer sends anything,
 since the ranks collect garbage at different times.
@@ -153,7 +153,7 @@ class RankGroup:
         """Let the block fail on all ranks if it fails on one.
 
         Raises:
-            RankMismatchError: the block has failed on another rank only.
+            RankMismatchError: the block has failed on another rank, not on this one.
         """
         place = Place("make", self.next_number(), 0)
         try:

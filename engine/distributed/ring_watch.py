@@ -25,8 +25,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOOK_SECONDS = 0.2
-# Seconds until a stuck process prints an error, and until it is ended. They begin with
-# the detection of the loss or with this rank's entry into mlx, whichever is later.
+# Seconds until a stuck process prints an error, and until it is ended. Both are counted
+# from the later of two events: the detection of the loss, and the entry into mlx.
 # mlx.launch ends all ranks 1 to 2 s after the first of them has ended.
 SAY_SECONDS, END_SECONDS = 1.0, 4.0
 STATUS = 70  # exit status

@@ -65,7 +65,8 @@ class RankedTarget:
         if prefix_cache is not None:
             raise InvalidRequestError(
                 f"prefix_cache cannot be used on the {self.group.size} ranks of this "
-                "target, which could drop different parts of it. Leave it out."
+                "target: each rank could drop other tokens from its cache. Leave "
+                "prefix_cache out."
             )
         for member in members_of(draft) if self.group.leads else ():
             if any(spread_as(model) is not None for model in member.models):

@@ -135,7 +135,10 @@ class Drafter(Protocol):
         ...
 
     def settle(self, accepted: int) -> None:
-        """Keep the first `accepted` proposed tokens, or none if an error is raised."""
+        """Keep the first `accepted` proposed tokens.
+
+        If this method raises, `discard` is called, and the drafter is disabled.
+        """
         return
 
     def discard(self) -> None:

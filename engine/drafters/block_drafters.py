@@ -1,8 +1,8 @@
 """The drafters DFlash, DFlash2 and DSpark, which draft a block in one forward.
 
 Each has its own folder. Like an MTP head (see `engine/drafters/mtp.py`), each reads the
-target's hidden states. Its forward runs over the positions committed since the last
-draft, and then over the block.
+target's hidden states. One forward covers the positions committed since the last draft,
+followed by the block.
 """
 
 from collections.abc import Callable
@@ -92,10 +92,10 @@ class DFlashDraft(HeadDraft):
                 the next one ("samples"); None: see `tokenizer`.
             tokenizer: the target's tokenizer. If neither config.json nor an argument
                 says how layers are counted, or what the anchor is, the target generates
-                about 64 tokens, and the drafter predicts them with each choice. An
-                unusual choice is taken only if it is surely better; without a
-                tokenizer, the usual choice is taken. If config.json lists no layers,
-                `notice` says which are read.
+                about 64 tokens, and the drafter predicts them with each possible value.
+                An unusual value is taken only if it is surely better; without a
+                tokenizer, the usual value is taken. If config.json lists no layers, the
+                draft's `notice` names the layers that are read.
 
         Raises:
             ModelFolderError: the folder holds no such drafter, or only a part of one.

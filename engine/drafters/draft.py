@@ -38,7 +38,7 @@ class TargetInfo:
     highest_id: int  # the largest token id that its text may contain
     # The MTP head's convention, if the user or speculation.json names one; else None
     convention: MtpConvention | None = None
-    trust_remote_code: bool = False  # whether code in the folder of a draft may run
+    trust_remote_code: bool = False  # whether to run code in the draft's folder
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -48,7 +48,7 @@ class DraftOptions:
     # The kind of sliding caches that draft models get
     sliding: Sliding = "slack"
     vocabulary: SequenceOf[int] | None = None  # the token ids to draft from; None: all
-    history: bool = True  # whether earlier requests may change what is proposed
+    history: bool = True  # whether proposals may depend on earlier requests
     # Returns the compiled forward of a draft model; None: draft models run uncompiled
     compiled: Callable[[nn.Module], CompiledForward] | None = None
 
@@ -128,7 +128,8 @@ class Draft(Protocol):
     def new_cache(self, first: int) -> HeadCache | None:
         """Return new caches of the head for positions from `first` on; None: no head.
 
-        A `PrefixCache` keeps rows of these caches for requests that begin alike.
+        A `PrefixCache` keeps rows of these caches for requests that begin with the same
+        tokens.
         """
         return None
 
@@ -190,7 +191,7 @@ class HeadDraft(FolderDraft):
 
     Attributes:
         model: the target.
-        head: its module without weights of the target; None: there is no module.
+        head: the head's module, without weights of the target; None: no module.
         taps: give access to the hidden states that the head reads.
     """
 
@@ -247,7 +248,7 @@ class HeadDraft(FolderDraft):
     def following(
         self, lane: Lane, select: Callable[[States], mx.array]
     ) -> CommittedStates:
-        """Collect what `select` picks of the states that a lane commits from now on."""
+        """Collect what `select` takes from the states that a lane will commit."""
         committed = CommittedStates(self.taps, select)
         lane.follower = committed
         return committed

@@ -80,9 +80,9 @@ class EagleDraft(HeadDraft):
             layer_ids: how config.json counts layers: "layers", or "tuple", where 0 is
                 the embedding. None: the target generates about 64 tokens, and the head
                 predicts them with each way to count. If config.json lists no layers,
-                the head predicts with a few sets of layers instead, and `notice` says
-                which set it reads. An unusual choice is taken only if it is surely
-                better than the usual one.
+                the head predicts with a few sets of layers instead, and the draft's
+                `notice` says which set it reads. An unusual choice is taken only if it
+                is surely better than the usual one.
             tokenizer: the target's tokenizer; None: the usual choice is taken.
 
         Raises:

@@ -115,7 +115,7 @@ class CheckedChoose:
     def checked(self, draft: Proposal, limit: int) -> Proposal:
         """Return the proposal; replace each id that the target's embedding lacks.
 
-        Such an id would read memory outside of the target's embedding. Wrong ids
+        Such an id would read memory outside of the target's embedding. The replacements
         cannot change the text, unless the draft was sampled.
 
         Raises:

@@ -55,7 +55,7 @@ from mlx_speculation.models.mtp import (
 )
 from mlx_speculation.models.mtp.tree_growth import Level, grow
 
-# If more positions than this are unread, a forward before the draft's own feeds them.
+# If more positions than this are unread, a forward of their own feeds them first.
 LONGEST_LAG = 64
 
 
@@ -208,7 +208,7 @@ class MtpDrafter(OpenDrafter):
 
     @property
     def prefix_head(self) -> "MtpDrafter":
-        """Itself; see `OpenDrafter`."""
+        """This drafter; see `OpenDrafter`."""
         return self
 
     batch_head = prefix_head
@@ -305,7 +305,7 @@ class MtpDrafter(OpenDrafter):
             newest,
             self._tokens,
         )
-        ahead: list[mx.array] = []  # one placeholder for each level above
+        ahead: list[mx.array] = []  # one placeholder for each earlier level
 
         def children(count: int) -> tuple[mx.array, mx.array]:
             before = mx.concatenate(ahead) if ahead else None
@@ -344,7 +344,7 @@ class MtpDrafter(OpenDrafter):
             until: states from this position on remain unread too; None: no others.
         """
         committed = self.committed
-        spare = self._cache.again - 1  # for a restore point, see `engine.prefix_reuse`
+        spare = self._cache.again - 1  # read states to keep, see `engine.prefix_reuse`
         if committed.start > self._cache.end or committed.stop < self._cache.end:
             self._cache = self._new_cache(committed.start)
         committed.drop(self._cache.end - spare)
@@ -357,7 +357,7 @@ class MtpDrafter(OpenDrafter):
         hidden = committed.between(self._cache.end, stop)
         try:
             self._cache.feed(hidden, stop, self._tokens)
-        except Exception:  # Ctrl-C leaves the states, which can be fed again
+        except Exception:  # not Ctrl-C: after it the states can be fed again
             self._cache = self._new_cache(committed.stop)
             raise
         committed.drop(stop - spare)

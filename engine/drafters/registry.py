@@ -1,8 +1,8 @@
 """The table of drafts that are loaded from a folder.
 
-The config.json of a folder tells the kind of draft, unless the tensor names in the
-folder belong to another kind. A new kind needs one line in `FOLDER_DRAFTS`, before
-`ModelDraft`, which fits every folder.
+The config.json of a folder tells the kind of draft. If the tensor names in the folder
+belong to another kind, they decide. A new kind needs one line in `FOLDER_DRAFTS`,
+before `ModelDraft`, which fits every folder.
 """
 
 from pathlib import Path

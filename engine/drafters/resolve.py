@@ -79,7 +79,7 @@ class DraftName:
     # The convention that an MTP head was trained with; None: it was not passed
     convention: MtpConvention | None = None
     bits: int | None = None  # of the quantized weights; None: they stay as they are
-    trust_remote_code: bool = False  # whether code in the draft's folder may run
+    trust_remote_code: bool = False  # whether to run code in the draft's folder
     history: int | None = None  # the option of its lookup, see `LookupDraft`
 
 

@@ -1,6 +1,6 @@
 """Adapters that turn an object passed as `draft=` into a `Draft`.
 
-- A `Draft` stays as it is; its members are resolved.
+- A `Draft` is used as it is, except that the members of a cascade are adapted.
 - An mlx-lm model becomes a `ModelDraft`.
 - An object with the methods of a `Drafter` becomes a `CustomDraft`, which opens a
   `CustomDrafter`.

@@ -89,7 +89,7 @@ def check_exact(
 def _both_ways(
     lane: Lane, text: Sequence[int], draw: np.random.Generator, vocab: int
 ) -> tuple[dict[int, Any], list[Row]]:
-    """Commit the text; return its rows fed alone, and its rows fed in other ways."""
+    """Commit the text; return the rows that its tokens get alone and in other ways."""
     other = _twin(lane, lane.shape)
     alone: dict[int, Any] = {}
     result: list[Row] = []

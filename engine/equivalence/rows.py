@@ -68,9 +68,9 @@ def verify_both_ways(
 ) -> Iterator[Place]:
     """Yield comparisons at places that are evenly spread over the text.
 
-    Before the first place, the third and so on, the text is fed in forwards over k + 1
-    tokens, which change the order of keys in a ring cache; before the others, one by
-    one.
+    The text before the first place, the third and so on is fed in forwards over k + 1
+    tokens. These change the order of keys in a ring cache. The text before the other
+    places is fed one token at a time.
 
     Raises:
         InvalidRequestError: the text has fewer tokens than a draft, the prompt is

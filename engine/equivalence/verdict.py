@@ -56,7 +56,7 @@ class RowVerdict:
 
 
 def usual_tolerance(places: Sequence[Place]) -> float:
-    """Return twice the median difference of rows: rounding can reverse this margin."""
+    """Return the margin that rounding can reverse: twice the median row difference."""
     # A fault in a few rows does not change the median.
     return 2 * median(row.difference for place in places for row in place.rows)
 

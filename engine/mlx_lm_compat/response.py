@@ -19,9 +19,9 @@ from mlx_speculation.engine.stream import Stream
 class SpeculativeResponse(GenerationResponse):
     """mlx-lm's response, with statistics and the seed.
 
-    `from_draft` says whether the token was drafted and accepted. The last of
-    `max_tokens` is never drafted, which differs from mlx-lm. `logprobs` are float32
-    [vocab], unevaluated; minus infinity for unused ids.
+    `from_draft` says whether the token was drafted and accepted. Unlike in mlx-lm, the
+    last of `max_tokens` is never drafted. `logprobs` are float32 [vocab], unevaluated;
+    minus infinity for unused ids.
 
     Attributes:
         stats: counts and times so far, the same object in all responses of a text.

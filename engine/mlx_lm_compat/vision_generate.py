@@ -78,7 +78,8 @@ def vision_stream_generate(
 
     Raises:
         TypeError: a keyword is unknown.
-        InvalidRequestError: audio, video or an unreadable image; or values do not fit.
+        InvalidRequestError: audio or video was passed, an image is unreadable, or two
+            values do not fit together.
         UnsupportedModelError: the model's family is not supported.
     """
     _check_keywords(unknown, audio, video)

@@ -39,11 +39,12 @@ class GeneratorOptions:
             `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`. A passed
             `prompt_cache` stays as it is; see `with_slack` and `as_native` of caches.
         prefix_cache: a `PrefixCache` of this target and draft only, for requests that
-            begin alike. A request with its own `prompt_cache` does not use it.
+            begin with the same tokens. A request with its own `prompt_cache` does not
+            use it.
         replay: replace the ids of earlier answers in a prompt by the generated ones,
             see `engine.prompt.replayed`. A prompt of token ids stays as it is.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
-            `reduced_vocabulary`; the text may hold any other id. None: all ids.
+            `reduced_vocabulary`; the text can hold other ids too. None: all ids.
             "intersection": `draft` is the folder of a model with another tokenizer, and
             drafts the tokens that both have; `notices` says how many.
         compile_draft: compile the steps of a draft model. This takes 16 seconds, once

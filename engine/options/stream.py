@@ -23,12 +23,12 @@ class StreamOptions:
         stop_tokens: token ids that end the text; None: the tokenizer's end tokens.
         draft_length: tokens to draft in a round, or a `DraftLengthPolicy`, which plans
             each round; None: the generator's draft length.
-        max_draft: the longest draft of this stream; None: no limit.
+        max_draft: the most tokens to draft in a round of this stream; None: no limit.
         prompt_cache: the caller's mlx-lm caches of the target. `prompt` continues the
             tokens that they hold. The stream writes to them.
         cached_tokens: the token ids that `prompt_cache` holds. None: the position is
-            the caches' offset, or 0 if no cache has one (models of recurrent layers
-            only); penalties and drafters then do not see these tokens.
+            the caches' offset, or 0 if no cache has one, as in a model with recurrent
+            layers only; penalties and drafters then do not see these tokens.
         draft_cache: caches of the draft model that hold all `cached_tokens`, or the
             first of them.
         logprobs: report the log-probability of each token and of this many most

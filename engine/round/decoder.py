@@ -129,7 +129,7 @@ class StreamDecoder(Decoder):
         if forced:
             request.clock.start(planning=time.perf_counter() - started, behind=behind)
             return [0], ()
-        if self._plan is None:  # else made in the last round, or left by a failed one
+        if self._plan is None:  # neither the last round nor a failed one left it
             self._plan = request.policy.plan(self._context, limit)
         if self._plan.length == 0 and self._next_plan is None:
             after = self.room[0] + self.ahead - 1

@@ -23,7 +23,7 @@ class FinalCaches:
     level_draft: bool = False
 
     def after_last_round(self) -> None:
-        """Feed the last token, unless it may still be taken back."""
+        """With `hold_all`, feed the last token, unless it can still be taken back."""
         if self.hold_all and not self.yielded_only:
             self.feed_last()
 

@@ -1,4 +1,4 @@
-"""Drafts without a drafter: tokens that a constraint forces, allowing no others.
+"""Drafts of tokens that a constraint forces, because it allows no others.
 
     schema  {"name": string}, no token committed yet
     masks   {" alone, then name alone, then ":" alone, then many ids

@@ -37,7 +37,7 @@ class RoundOutcome:
     reason: str | None = None  # "stop" or "length" if the text ends with this round
 
     def until(self, keep: int, reason: str | None = None) -> "RoundOutcome":
-        """Return the first `keep` tokens, at least 1, and why the text ends there."""
+        """Return the outcome cut to `keep` tokens, at least 1, with this `reason`."""
         return replace(
             self,
             tokens=self.tokens[:keep],

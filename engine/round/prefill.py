@@ -10,8 +10,9 @@ from mlx_speculation.engine.round.request import Request
 class Prefill:
     """Reads the prompt of a request.
 
-    `drafter_begun` is true once the drafter has read the prompt, or if there is none. A
-    round reports and resets `drafter_seconds`, the time of the drafter's prefill.
+    `drafter_begun` is true once the drafter has read the prompt, or if there is no
+    drafter. A round reports and resets `drafter_seconds`, the time of the drafter's
+    prefill.
     """
 
     def __init__(self, request: Request) -> None:

@@ -46,7 +46,7 @@ class Proposals:
     """Proposals for the requests of a round, until they are settled or discarded.
 
     `shared` is the drafter for all requests at once; None: each has its own drafter.
-    `failed` holds errors of requests while drafting, by place.
+    `failed` holds errors raised while drafting, by the place of the request.
     """
 
     def __init__(self, running: Running) -> None:
@@ -79,7 +79,7 @@ class Proposals:
                 continue
             masks, tree = request.masks, 0 if ahead else request.tree
             if not running.alone:
-                # In a batch, `verify` masks all drafts after one read. None is a tree.
+                # In a batch, `verify` masks all drafts after one read; all are chains.
                 masks, tree = None, 0
             choices = CheckedChoose(request.verifier, masks, tree)
             self._pending[place] = drafter
@@ -181,7 +181,7 @@ class Rounds:
             self.in_flight = None
 
     def plain(self, cuts: Sequence[Cut], *, submit_next: bool) -> list[Read]:
-        """Run a step and, with `submit_next`, submit the next one; see `verify`."""
+        """Run a step; with `submit_next`, submit the next. See `verify` for `cuts`."""
         running = self.running
         if running.sequential:
             return self.verify([NOTHING] * len(running.requests), cuts)

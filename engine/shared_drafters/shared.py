@@ -172,7 +172,7 @@ class SharedDrafter(ABC):
             self.leave(requests)
 
     def _place(self, requests: Sequence[Drafted]) -> None:
-        """Look up the places of its requests in the round."""
+        """Look up the places of the drafter's requests in the round."""
         order = {id(request): place for place, request in enumerate(requests)}
         self._places = [order[id(request)] for request in self._requests]
 

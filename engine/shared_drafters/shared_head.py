@@ -89,10 +89,10 @@ class SharedHead(SharedDrafter):
         self._requests = [self._requests[index] for index in stay]
 
     def _most(self, limits: list[int]) -> list[int]:
-        """Return the limits; 0 for requests without the state before the newest token.
+        """Return the limits; 0 for requests that lack the state a draft begins with.
 
-        The state is missing if its token came from a cache, or if the newest token is
-        the only token.
+        It is the state of the token before the newest one. It is missing if that token
+        came from a cache, or if there is only one token.
         """
         pairs = zip(limits, self._counts(), strict=True)
         return [limit if count > 0 else 0 for limit, count in pairs]
@@ -183,7 +183,7 @@ class SharedHead(SharedDrafter):
             feed(self._states(stops), self._texts(), stops)
 
     def _drop(self, *, evaluate: bool = False) -> None:
-        """Drop the states that were read, except the last ones, for restore points."""
+        """Drop the states that were read, but keep the last ones for restore points."""
         ends = [] if self._cache is None else self._cache.ends[0]
         for request, end in zip(self._requests, ends, strict=True):
             head = _head(request)

@@ -41,7 +41,7 @@ class SharedModel(SharedDrafter):
     def __init__(self, lane: BatchLane) -> None:
         super().__init__()
         self.lane = lane
-        self._lanes: dict[Drafted, Lane] = {}  # of each request of the round
+        self._lanes: dict[Drafted, Lane] = {}  # each request's own lane
 
     @property
     def nbytes(self) -> int:

@@ -77,7 +77,7 @@ def _prompt(
 def _check_options(
     model: VisionTarget, options: StreamOptions, *, wanted: bool
 ) -> None:
-    """Refuse options that were not tried, or that lose the positions after images."""
+    """Refuse untried quantized caches, and passed caches if there may be images."""
     name = model.family.name
     if options.kv_quantization is not None and (
         not model.family.quantizes or model.one_pass

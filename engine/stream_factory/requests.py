@@ -95,7 +95,7 @@ class RequestFactory:
     def _warmup(
         self, target: Lane, lengths: DraftLengthPolicy, statistics: Statistics
     ) -> Warmup | None:
-        """Return a warm-up of round shapes, on CUDA with an adaptive draft length."""
+        """Return a warm-up of round shapes; None: the shapes need no rehearsal."""
         fixed = isinstance(lengths, FixedDraftLength | Calibration)
         # A warm-up does not run the forwards of ranks, images, trees or exact mode.
         usual = self._setup.ranked is None and target.run is target.model

@@ -41,7 +41,7 @@ class WritesCache:
 class WritesJournal:
     """Journal of a `WritesCache`: whole writes are dropped, the last one is sliced."""
 
-    live = True  # the model writes to the cache itself
+    live = True  # the model writes to the cache, not to a copy
     rows = 1  # sequences that may keep different numbers of positions
 
     def __init__(self, cache: WritesCache) -> None:
@@ -57,7 +57,7 @@ class WritesJournal:
         return self._cache.offset - self._start
 
     def prepare(self, keep: int) -> None:
-        """Nothing can fail."""
+        """Do nothing: a commit cannot fail."""
 
     def commit(self, keep: int) -> None:
         kept, left = list(self._before), keep

@@ -1,4 +1,4 @@
-"""A constraint of your own: no token comes twice within the last few.
+"""A constraint of your own: the next token is none of the last few.
 
 Target and draft both obey it. The protocols are `Constraint` and `ConstraintState`.
 """
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class NoRepeats:
-    """Allows every token but the last ones.
+    """Allows every token except the last `window` tokens of the text.
 
     Args:
         vocabulary: the number of token ids.

@@ -102,7 +102,7 @@ with BatchGenerator(several) as batch:
 
 assert results[0].tokens == plain.tokens
 assert batch.stats.alone == {}  # no reason to run a request by itself
-assert batch.stats.mean_rows > 1  # requests of a forward of the target
+assert batch.stats.mean_rows > 1  # requests in one forward of the target
 print([result.stats.accepted for result in results])
 
 

@@ -1,8 +1,8 @@
 """Series of an arm over all prompts of a group: speed, acceptance, compared texts.
 
-At temperature 0 every text has to equal that of our plain decoding, or to differ from a
-near-tie on. Above 0 this holds for our arms only, since mlx-lm draws other noise. Texts
-of mlx-lm's speculation may be wrong; the table then says so.
+At temperature 0 every text has to equal that of our plain decoding, or to differ first
+at a near-tie. Above 0 this holds for our arms only, since mlx-lm draws other noise.
+Texts of mlx-lm's speculation may be wrong; the table then says so.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -79,7 +79,7 @@ def cores() -> int | None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores, at most the CPU quota rounded down, at least 1."""
+    """Return `cores()`, or the CPU quota rounded down if it is less; at least 1."""
     quota = cpu_quota()
     allowed = cores() or 1
     return allowed if quota is None else max(1, min(allowed, int(quota)))

@@ -64,7 +64,7 @@ class UnsupportedModelError(SpeculationError, TypeError):
 class SpeculationClosedError(SpeculationError, RuntimeError):
     """Raised when a `Speculation` is used after its end.
 
-    It ends with a commit, a roll-back, or the end of its `with` block.
+    A `Speculation` ends with a commit, a roll-back, or the end of its `with` block.
     """
 
 

@@ -306,7 +306,7 @@ def test_a_page_that_may_not_be_written_is_refused_first(
     page = tmp_path / "out.html"
     monkeypatch.setattr("os.access", lambda path, mode: False)
     said = commands.refused(*HI, "--html", page)
-    assert "which may not be written" in said
+    assert "no permission to write it" in said
     assert not page.exists()
 
 

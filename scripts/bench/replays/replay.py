@@ -2,8 +2,8 @@
 
 A trace has the result of each draft from each position (see scripts/traces.py), and a
 `Machine` has the cost of each round. The rounds are those of `engine.round.decoder` and
-`engine.batch.running`: a plain step submits the next step, after whose token the next
-round drafts. Lookups are free.
+`engine.batch.running`: a plain step submits the next step, and a draft of the next
+round continues after that step's token. Lookups are free.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,8 @@ class Text:
     """A greedy text, and the proposals of each drafter at each of its tokens."""
 
     context: int  # tokens of the prompt
-    # By drafter and position: drafted tokens before the first wrong one, and in all
+    # By drafter and position: how many drafted tokens come before the first wrong one,
+    # and how many are drafted
     right: tuple[Sequence[int], ...]
     proposed: tuple[Sequence[int], ...]
 

@@ -71,7 +71,7 @@ class TemplateOptions:
                 continue_final_message=prefill is not None,
                 **self._config(),
             )
-        except Exception as error:  # a template may raise any exception
+        except Exception as error:  # a template can raise any exception
             raise InvalidRequestError(
                 f"The chat template refused {len(said)} messages: "
                 f"{type(error).__name__}: {error}. See --ignore-chat-template."

@@ -3,8 +3,8 @@
 With replay, the tokens of an answer are kept as they were generated: its text could
 encode to other tokens, for which the caches have no rows. The whole conversation is
 encoded again if a template changes earlier messages (for example drops reasoning).
-Without replay this happens at every message. The caches are then reused as far as the
-ids agree.
+Without replay it is encoded again at every message. The caches are then reused as far
+as the ids agree.
 """
 
 from collections.abc import Sequence

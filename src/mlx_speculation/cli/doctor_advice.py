@@ -157,8 +157,9 @@ def _notes(facts: Facts) -> Iterator[Advice]:
     if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
         yield Advice(
             "note",
-            "models that key_steps of models/exclusions.toml does not list wait some "
-            "40 ms for a cuDNN plan in each round of drafts (docs/log/cuda_kernels.md)",
+            "in each round of drafts, a model that is not in key_steps of "
+            "models/exclusions.toml waits some 40 ms for a cuDNN plan "
+            "(docs/log/cuda_kernels.md)",
             f"with such a model, export {CUDNN}=0",
         )
     kept = facts.cache_folder is not None and facts.cache_writable

@@ -147,7 +147,7 @@ def check_output(option: str, path: Path) -> None:
         elif not folder.is_dir():
             why = f"and there is no folder {str(folder)!r}"
         elif not os.access(path if path.exists() else folder, os.W_OK):
-            why = "which may not be written"
+            why = "and this user has no permission to write it"
     except OSError as error:
         why = f"which cannot be written: {error.strerror}"
     if why:

@@ -312,7 +312,7 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             "OpenBLAS 0.3.21 is the system's; the newer one of scipy-openblas32",
         ),
         ({"gpus": 2}, "slow", "mlx computes on the CPU, and there are 2 NVIDIA GPUs"),
-        (CUDA, "note", "models that key_steps of models/exclusions.toml does not list"),
+        (CUDA, "note", "a model that is not in key_steps of models/exclusions.toml"),
         (
             {**CUDA, "environment": {"MLX_CUDA_USE_CUDNN_SDPA": "0"}},
             "slow",

@@ -134,7 +134,7 @@ def benchmark(
         notices=[notice for each in generators for notice in each.notices],
         **here,
     )
-    if run.plot is not None:  # if this fails, the figures are already printed
+    if run.plot is not None:  # this can fail, so the figures come first
         from mlx_speculation.cli.plots import draw
 
         with writing("--plot", run.plot) as file:
@@ -233,7 +233,7 @@ def _lengths(given: int | None, others: Sequence[int]) -> list[int | None]:
 def _prompts(
     tokenizer: Any, template: TemplateOptions, given: Sequence[str], *, chat: bool
 ) -> list[list[int]]:
-    """Return the ids of the given prompts, else of bundled ones; `chat`: messages."""
+    """Return the ids of the given or bundled prompts; with `chat`, as messages."""
     bundled = chat_prompts() if chat else reversed(one_prompt_per_group())
     texts = given or [each.text for each in bundled]
     if chat:

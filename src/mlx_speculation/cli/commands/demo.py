@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
 
 CACHE_GIGABYTES = 1.0
-BUSY = 2.0  # ratio of plain decoding's speeds from which the machine counts as busy
+# The machine is called busy if plain decoding is this many times as fast in one text as
+# in another.
+BUSY = 2.0
 ADVICE = """\
 tokens reused: prompt tokens kept from earlier prompts, which are not read again
 
@@ -285,7 +287,7 @@ def _busy(comparisons: Sequence[_Comparison]) -> str:
 
 
 def _sameness(row: _Comparison) -> str:
-    """Return "yes", or the index of a difference: a near-tie if there is no other."""
+    """Return "yes", or where a text differs; a near-tie only if there is no other."""
     partings = [turn.parting for turn in row.turns if turn.parting is not None]
     if not partings:
         return "yes"

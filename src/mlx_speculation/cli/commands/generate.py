@@ -155,7 +155,7 @@ def generate(
         notices=generator.notices,
         **here,
     )
-    if output.html is not None:  # if this fails, the text is already printed
+    if output.html is not None:  # this can fail, so the text comes first
         title = _title(pair)
         page = page_of(result, chunks, generator.tokenizer, title, ended, text)
         output.write_page(page, screen)

@@ -224,7 +224,7 @@ def _until_stopped(
 def agent_lines(url: str, model: str, context: int) -> dict[str, str]:
     """Return the commands that connect coding agents, by the agent's name.
 
-    `url` has no path. `context` is the maximum of tokens of prompt and text together.
+    `url` has no path. `context` limits the tokens of prompt and text together.
     """
     claude = {
         "ANTHROPIC_BASE_URL": url,
