@@ -55,7 +55,8 @@ class Statistics:
             or the record of its call is incomplete.
         reused: prompt tokens that the target did not read: the prefix cache held them.
         reused_from_disk: reused tokens that were only in files.
-        prefill_seconds: time from the start to the first round.
+        prefill_seconds: time in which target and drafter read the prompt, and of
+            preparations.
         draft_seconds: time of the rounds until the drafted tokens are computed.
         verify_seconds: time after that until the target's logits are computed; in plain
             steps, all time until then. Includes the replay of recurrent layers, which

@@ -3,7 +3,7 @@
 An ideal round takes the time of the draft's steps and of one forward of the target over
 the draft and the token before it. Each step and forward is as fast as in a long run of
 forwards of its width (bench/forwards.py). Sampler, commit, roll-back and host take no
-time. So with the observed acceptance
+time. With the observed acceptance:
 
     ideal tokens/s = tokens a round / (k * draft step + forward of k + 1 rows)
     efficiency     = achieved tokens/s / ideal tokens/s

@@ -7,8 +7,9 @@ them. `x plain` is the speed over the faster plain decoding, ours or mlx-lm's
 plain decoding before a near-tie (docs/exactness.md), the script fails.
 
 Prompts are the bundled ones, or those of a question file in Spec-Bench's layout
-(bench/prompts.py). Its turns go through the chat template of the target. The prompt of
-a later turn holds plain decoding's answers. The model decides where an answer ends.
+(bench/prompts.py). The turns of a file go through the chat template of the target. The
+prompt of a later turn holds plain decoding's answers. The model decides where an answer
+ends.
 
     python scripts/spec_bench.py
     python scripts/spec_bench.py --target dense --group code --draft lookup

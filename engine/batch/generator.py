@@ -129,8 +129,9 @@ class BatchGenerator:
         """
         with DeferredSignals(checkpoints=True):
             if self._queue.waiting and not self._wired:
-                # A stream that ends restores the wired limit from before it began. The
-                # batch sets the limit first, so it stays set until the batch is closed.
+                # A stream that ends restores the wired limit that it found. The batch
+                # sets its limit before any stream does, so the limit stays until
+                # the batch is closed.
                 self._wired = True
                 close_at_exit(self._open)
                 self._open.enter_context(wired(self._generator.model))

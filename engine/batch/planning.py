@@ -52,7 +52,7 @@ class BatchDecoder(Decoder):
         self._context = 0  # number of tokens of the longest request in this round
 
     def take(self, rows: Sequence[BatchRequest]) -> None:
-        """Replace the requests, and drop the plans."""
+        """Replace the requests, and drop the earlier plans."""
         if rows and not self._opened:
             self._opened = True
             self._proposals.shared = shared = self._shared_by(rows[0])
@@ -94,7 +94,7 @@ class BatchDecoder(Decoder):
         propose while it is in flight. Else the step is submitted only if the next round
         is not expected to draft.
         """
-        if any(self._limits):  # nothing was proposed, or a drafter waits for the step
+        if any(self._limits):  # drafting was allowed, but nothing was proposed
             return self._drafts_behind
         after = []
         for limit in self.room:

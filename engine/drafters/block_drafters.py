@@ -1,8 +1,8 @@
 """The drafters DFlash, DFlash2 and DSpark, which draft a block in one forward.
 
-Each has its own folder. Like an MTP head (see `engine/drafters/mtp.py`), each reads the
-target's hidden states. One forward covers the positions committed since the last draft,
-followed by the block.
+Each is loaded from its own folder. Like an MTP head (see `engine/drafters/mtp.py`),
+each reads the target's hidden states. One forward covers the positions committed since
+the last draft, followed by the block.
 """
 
 from collections.abc import Callable

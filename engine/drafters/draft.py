@@ -192,7 +192,7 @@ class HeadDraft(FolderDraft):
     Attributes:
         model: the target.
         head: the head's module, without weights of the target; None: no module.
-        taps: give access to the hidden states that the head reads.
+        taps: access to the hidden states that the head reads.
     """
 
     follows = True

@@ -1,7 +1,7 @@
 """Decoders plan rounds, run them, and report to the policies of draft lengths.
 
 `StreamDecoder` follows the policy of its only request. `engine.batch.planning` has the
-decoder that makes one plan for a batch.
+decoder of a batch.
 """
 
 import time
@@ -78,7 +78,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def _plan_round(self, forced: Collection[int], started: float) -> Lengths:
-        """Plan drafts except at `forced` places, read prompts, and start the clock."""
+        """Plan drafts except at `forced` places; let drafters read; start the clock."""
 
     @abstractmethod
     def _submits_next(self) -> bool:
@@ -129,7 +129,7 @@ class StreamDecoder(Decoder):
         if forced:
             request.clock.start(planning=time.perf_counter() - started, behind=behind)
             return [0], ()
-        if self._plan is None:  # neither the last round nor a failed one left it
+        if self._plan is None:  # neither the last round nor a failed one has made it
             self._plan = request.policy.plan(self._context, limit)
         if self._plan.length == 0 and self._next_plan is None:
             after = self.room[0] + self.ahead - 1

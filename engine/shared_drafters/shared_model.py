@@ -162,7 +162,7 @@ class SharedModel(SharedDrafter):
         for request in requests:
             lane, tokens = self._lanes[request], request.sequence.tokens
             if lane.seen > len(tokens) - LAG:
-                # It has one token too many, from a prefix cache, until the next round.
+                # A prefix cache gave the lane one token too many until the next round.
                 continue
             room = room or PrefillBudget(lane.prefill_step)
             if not lane.feed(tokens[lane.seen : -LAG], fits=room.fits):

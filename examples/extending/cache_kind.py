@@ -39,7 +39,7 @@ class WritesCache:
 
 
 class WritesJournal:
-    """Journal of a `WritesCache`: whole writes are dropped, the last one is sliced."""
+    """Journal of a `WritesCache`: drops writes, and cuts the last one that stays."""
 
     live = True  # the model writes to the cache, not to a copy
     rows = 1  # sequences that may keep different numbers of positions

@@ -107,7 +107,7 @@ print([result.stats.accepted for result in results])
 
 
 class Rising:
-    """Drafts with logits: they say that the next token id is the likeliest."""
+    """Drafts with logits; after token id n, the id n + 1 is the likeliest."""
 
     def begin(self, sequence: Sequence) -> None: ...
 

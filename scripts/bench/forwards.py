@@ -4,7 +4,7 @@ A steady forward is fed the choice of the previous one and is submitted before t
 result is read, as in a long run of plain steps. After it the caches are rolled back, so
 that the context keeps its length. Only recurrent states advance, in forwards of one
 token. On a model with a round's hooks, a forward of w rows takes the time of verifying
-w rows without sampler, commit and waits for the host.
+w rows; it includes no sampler, no commit and no waiting for the host.
 """
 
 from collections.abc import Callable, Sequence

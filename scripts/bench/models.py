@@ -144,7 +144,7 @@ class Bench:
         width: int,
         places: int | None = None,
     ) -> Parting | None:
-        """Return where a text leaves the expected one; see `find_parting`."""
+        """Return the first difference from an expected text; see `find_parting`."""
         ids, limit = TokenIds.of(self.tokenizer), logit_width(self.model)
         chooser = Chooser(sampling, ids.width, limit=limit, missing=ids.missing)
         return find_parting(

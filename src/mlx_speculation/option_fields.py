@@ -9,9 +9,10 @@ def option(
 ) -> Any:
     """Declare an option: a dataclass field, or the default of a command's parameter.
 
-    The default `dataclasses.MISSING` makes the field required. `names` have dashes;
-    none: the name of the field. `panel` shows the option in the help; None: the panel
-    of the dataclass. `more` are arguments of `typer.Option`, such as bounds.
+    The default `dataclasses.MISSING` makes the field required. `names` have dashes; if
+    there are none, the option has the name of the field. `panel` is the part of the
+    help that shows the option; None: the panel of the dataclass. `more` are arguments
+    of `typer.Option`, such as bounds.
     """
     given = {"names": names, "help": help, "panel": panel, **more}
     return field(default=default, metadata={"option": given})

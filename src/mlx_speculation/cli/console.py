@@ -109,7 +109,7 @@ class Screen:
 
 @contextmanager
 def deferred_warnings() -> Iterator[None]:
-    """Show warnings that are issued inside the block at the end of the block."""
+    """Hold back the warnings that the block issues, and show them at its end."""
     show, deferred = warnings.showwarning, []
 
     def defer(*values: Any, **options: Any) -> None:
