@@ -3,10 +3,10 @@
     journal       the protocol of a journal, the undo log of one cache
     speculation   the transaction over all caches of a model
     registry      the supported cache classes, and the journal of each
-    types         this project's cache classes, conversions, caches inside `CacheList`s
+    types         this project's cache classes, conversions, members of `CacheList`s
     journals      one journal for each class
     snapshots     the contents of caches: take, restore, merge, split
-    prefix        the prefix cache: snapshots of earlier requests, by their tokens
+    prefix        the prefix cache: snapshots of earlier requests, found by tokens
     files         prompt-cache files in mlx-lm's layout
 
 The package knows mlx-lm's caches, but no models, samplers or text. Only `prefix` and

@@ -18,7 +18,7 @@ def numbers(keep: Keep) -> int | tuple[int, ...]:
     if not isinstance(keep, Sequence):
         raise InvalidRequestError(
             f"commit(keep) was called with a {type(keep).__name__}; keep has to be one "
-            "number, or a list of one number per row. Pass keep.tolist() of an array."
+            "number, or a list of one number per row. For an array, pass keep.tolist()."
         )
     return tuple(keep)
 

@@ -41,7 +41,7 @@ class KVQuantization:
         return self.start - max(offsets) if offsets else None
 
     def replace(self, caches: list[Any]) -> Replaced:
-        """Quantize caches of `start` positions or more; return places, old caches."""
+        """Quantize caches of `start` positions or more; return old ones, by place."""
         before = list(caches)
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
         places = range(len(before))

@@ -1,6 +1,6 @@
 """The arrays that caches, journals and drafters hold, and their bytes.
 
-The bytes are those of whole arrays, free rows included. An array that occurs twice
+The bytes are those of whole arrays, unused rows included. An array that occurs twice
 counts once. A lazy array counts as if it were evaluated. The weights of models do not
 count.
 """

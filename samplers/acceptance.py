@@ -32,8 +32,8 @@ class Choice:
 class Verified:
     """The target's decision on k drafted tokens, lazy."""
 
-    # uint32 [k + 1]: `accepted` tokens and the correction or bonus; later ones mean
-    # nothing
+    # uint32 [k + 1]: the accepted tokens, then the correction or bonus; later tokens
+    # mean nothing
     tokens: mx.array
     accepted: mx.array | None  # int32 []; None if nothing was drafted
     # [k + 1], not finite in rows where no token can be chosen; the rows' `peaks` if no

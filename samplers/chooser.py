@@ -37,7 +37,7 @@ class Chooser:
         width: int,  # the number of token ids, and of values in every draw of noise
         *,
         # Ids from `limit` on are never chosen, because the target has no row for them;
-        # None: `width`. Logits can be wider or narrower
+        # None: `width`. Logits can have more or fewer columns
         limit: int | None = None,
         # Ids below `limit` that do not exist, int32 [n], or None
         missing: mx.array | None = None,
@@ -67,7 +67,7 @@ class Chooser:
         return other
 
     def in_fixed_shape(self, rows: int) -> "Chooser":
-        """Return a chooser that pads filters and log-probabilities to `rows` rows."""
+        """Return a chooser that filters and normalizes after padding to `rows` rows."""
         other = copy(self)
         other._rows = rows
         return other

@@ -2,10 +2,10 @@
 
 The logits of a batch are [requests, n, vocab]: a request has one row for its last known
 token and one for each drafted token, and is padded to n rows. One call decides all
-requests that differ in seed, position and mask only. Such requests have no processors.
-They are greedy, or have equal options and noise that depends only on seed and position.
-The result is the same to the last bit as if each were decided alone. All other requests
-are decided one after the other, in the same evaluation.
+requests that differ in nothing but seed, position and mask. Such requests have no
+processors. They are greedy, or have equal options and noise that depends only on seed
+and position. The result is the same to the last bit as if each were decided alone. All
+other requests are decided one after the other, in the same evaluation.
 
 This module evaluates no array and reads none.
 """
@@ -36,9 +36,9 @@ class Ask:
     """Inputs of the decision for one request."""
 
     verifier: Verifier
-    rows: Rows  # the tokens before each of the request's rows, k + 1 of them
+    rows: Rows  # the tokens before each of the request's k + 1 rows
     drafted: mx.array | None = None  # uint32 [k], the drafted tokens; None for k = 0
-    # float32 [k, ids], what the drafted tokens were drawn from; None: not drawn
+    # float32 [k, ids], what the drafted tokens were drawn from; None: no draws
     draft_probs: mx.array | None = None
     # Report log-probabilities, with this many of the most probable ids; None: no report
     top: int | None = None
@@ -78,7 +78,7 @@ class Proposed(NamedTuple):
     # By request, the distribution that its token was drawn from, float32 [1, ids]; only
     # for requests whose token was drawn
     probs: dict[int, mx.array]
-    failed: dict[int, Exception]  # by request
+    failed: dict[int, Exception]  # by request, its error
 
 
 def propose_all(

@@ -126,7 +126,7 @@ class Verifier:
         logits: mx.array,  # [k + 1, vocab] of the target
         rows: Rows,  # the tokens before each row; the drafted tokens are `ahead`
         drafted: mx.array | None = None,  # uint32 [k], or None for k = 0
-        # float32 [k, ids], what the drafted tokens were drawn from; None: not drawn
+        # float32 [k, ids], what the drafted tokens were drawn from; None: no draws
         draft_probs: mx.array | None = None,
         *,
         # Report log-probabilities, with this many of the most probable ids

@@ -1,8 +1,8 @@
 """Checks of the fields of one cache against each other.
 
 Each public function gets a cache whose numbers are not negative. It returns None if the
-fields break one of the conditions below. Else it returns the number of rows in use, so
-that the caller can cut off the others, or 0 for arrays and DeepSeek V4.1 layers.
+fields break one of the conditions below. Else it returns the number of rows in use, or
+0 for arrays and DeepSeek V4.1 layers. The caller cuts off the rows that are not in use.
 
 | kind | conditions, with R rows in keys and values |
 |---|---|
@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 
 MAX_COUNT = 2**30  # mlx-lm's positions are int32; this leaves room for more tokens
-MAX_SLOTS = 64  # the models of mlx-lm have up to 4
+MAX_SLOTS = 64  # of an `ArraysCache`; the models of mlx-lm use at most 4
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 INTEGERS = (mx.int32, mx.int64)
 MISFIT = -1  # instead of a number of rows

@@ -23,8 +23,8 @@ def check_like(
     """Raise `FlawError` if caches of a file do not fit the live caches.
 
     `whose` names the owner of the caches, "target" or "drafter". If `saved` is None,
-    the file has none of that owner. If `like` is None, nothing is checked. With `cast`,
-    floating point arrays of the file are converted to the dtypes of `like`.
+    the file has no caches of that owner. If `like` is None, nothing is checked. With
+    `cast`, floating point arrays of the file are converted to the dtypes of `like`.
     """
     if like is None:
         return

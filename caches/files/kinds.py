@@ -191,7 +191,8 @@ def check_leaf(cache: Any) -> None:
 
 
 def _as_in_mlx_lm(rows: Any) -> Any:
-    return tuple(rows) if isinstance(rows, list) else rows  # a file's quantized rows
+    # Quantized rows of a file are a list.
+    return tuple(rows) if isinstance(rows, list) else rows
 
 
 def _is_count(name: str, value: Any) -> bool:
@@ -223,8 +224,9 @@ def batch(leaf: Any) -> int | None:
 
 
 def positions(leaf: Any) -> list[int] | None:
-    """Return how many tokens each row holds; None: not counted, or an empty leaf."""
-    offset: Any = getattr(leaf, "offset", 0)  # also 0 if the model ignores the leaf
+    """Return how many tokens each row holds; None: not known, or the leaf is empty."""
+    # A leaf that the model does not use has offset 0.
+    offset: Any = getattr(leaf, "offset", 0)
     if isinstance(offset, mx.array):
         each: Any = offset.tolist()
         return None if leaf.keys is None else list(each)

@@ -74,8 +74,8 @@ def load_caches(
             converted.
 
     Raises:
-        CacheFileError: the file is missing, damaged, no cache file, of another version,
-            or does not match.
+        CacheFileError: the file is missing, damaged, no cache file or of another layout
+            version, or its caches do not fit `like` or `draft_like`.
         UnsupportedCacheError: `like` has a cache of an unknown kind.
         InvalidRequestError: `draft_like` is given without `like`.
     """

@@ -1,6 +1,6 @@
 """Prompt-cache files of mlx-lm: writing the 0.32 layout, reading 0.32 and 0.31.
 
-    0.32   tensors: every item of `state`; numbers and None are arrays too
+    0.32   tensors: every item of `state`; numbers, texts and None become arrays
            metadata: 0.KEY the user's value of KEY; 1.I the class name of cache I;
            2.0 the empty text; for the K-th tensor (from 1) that stands for a number,
            a text or None, 2.K.0 its name and 2.K.1 "scalar", "string" or "none"
@@ -143,7 +143,7 @@ def _tree(named: dict[str, Any]) -> Any:
 
 def _nested(values: dict[tuple[int, ...], Any]) -> Any:
     if () in values:
-        need(len(values) == 1, "the name of one value begins the names of others")
+        need(len(values) == 1, "the name of one value is the beginning of another name")
         return values[()]
     groups: dict[int, dict[tuple[int, ...], Any]] = {}
     for (first, *rest), value in values.items():

@@ -3,9 +3,9 @@
     save_caches("chat.safetensors", target_caches, tokens, draft_caches=draft_caches)
     saved = load_caches("chat.safetensors")        # saved.caches, saved.tokens, ...
 
-The file has one list with the caches of the target and the drafter, and the tokens in
-its metadata. It is written completely or not at all, after the same checks as in
-loading. Saving reads every array on the host and computes the file's SHA-256.
+The file has one list with the caches of the target and the drafter. The tokens are in
+the file's metadata. The file is written completely or not at all, after the same checks
+as in loading. Saving reads every array on the host and computes the file's SHA-256.
 """
 
 import os
@@ -48,7 +48,7 @@ def save_caches(
         draft_caches: caches of the drafter; None: there are none.
         draft_seen: how many of the tokens the drafter's caches hold; for a batch, one
             number for each row. None: the offset of the drafter's caches, or all tokens
-            if none of them has an offset.
+            if no cache of the drafter has an offset.
         metadata: texts that loading returns in `LoadedCaches.metadata`.
 
     Raises:
@@ -79,7 +79,7 @@ def save_caches(
 
 
 def _checked(caches: Sequence[Any], whose: str) -> list[Any]:
-    """Return copies of caches without unused rows; refuse fields that do not fit."""
+    """Return copies of caches without unused rows; refuse contradictory fields."""
     checked_leaves(
         caches, kinds.is_known, "saved", kinds.KNOWN_KINDS, f"The {whose}'s cache"
     )

@@ -6,8 +6,8 @@ of the mixers. To get the state after an accepted prefix, the mixers run again f
 old state over that prefix. A prefix that ends between two forwards needs no replay.
 
 If the rows of a batch keep different numbers of positions, the mixers run over the
-whole batch once for each number that is neither 0 nor all. Each row takes its own
-result.
+whole batch once for each of these numbers, except 0 and the number of all positions.
+Each row takes the result for the number that it keeps.
 
 The hooks of the mixers (`mlx_speculation.models`) call `RecordingArraysCache.record`.
 If a slot was written outside of a recorded call, only all positions or none can be
@@ -152,7 +152,7 @@ class ArraysJournal:
 
     @property
     def written(self) -> int | None:
-        """Number of recorded positions; None: a slot was written without a record."""
+        """Number of recorded positions; None: the record is incomplete."""
         shown = self.presented
         if not isinstance(shown, RecordingArraysCache) or shown.written_unrecorded:
             return None

@@ -33,7 +33,7 @@ def shared_padding(padding: mx.array, keep: Sequence[int]) -> int:
 
 
 def moved(x: mx.array, right: mx.array, width: int) -> mx.array:
-    """Return the first `width` positions of `x`, with each row moved right.
+    """Return the first `width` positions of `x` after its rows have moved right.
 
     `x` is [batch, heads, positions, dim]. `right` is int [batch]: how many positions
     each row moves; below 0: to the left. The columns to the left of a moved row repeat
@@ -83,7 +83,7 @@ class BatchKVJournal(LiveJournal):
             check_no_right_padding(self._cache, self._cache._right_padding)
 
     def commit(self, keep: Keep) -> None:
-        """Set the end to where the longest kept row ends; move the other rows there."""
+        """Set the end to that of the row that keeps most; move the other rows there."""
         if not self.written:
             return
         if isinstance(keep, int):

@@ -51,7 +51,7 @@ class ChunkedJournal(KVJournal):
             self._trims.append(dict(vars(cache)))
 
     def commit(self, keep: int) -> None:
-        """Undo the trims after the kept rows; move the offset to the kept rows' end."""
+        """Undo the trims that came after the kept rows, and move the offset back."""
         if self.written:
             self._undo_trims(self._start + keep)
             super().commit(keep)

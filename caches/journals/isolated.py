@@ -1,4 +1,4 @@
-"""Journal that does not change the live cache before the commit, for every cache kind.
+"""Journal for caches of every kind, which changes the live cache only at the commit.
 
 The model writes to a twin. The twin is a deep copy of the live cache, and shares the
 live arrays' buffers until a write. An ordinary journal of the twin keeps a prefix of
@@ -63,7 +63,7 @@ def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
     except Exception as error:
         raise UnsupportedCacheError(
             f"A {type(cache).__name__} cannot be copied ({error}), and isolated=True "
-            "needs a copy. Remove what cannot be copied from the cache, or open the "
+            "needs a copy. Remove from the cache what cannot be copied, or open the "
             "speculation without isolated=True."
         ) from error
     return IsolatedJournal(cache, twin, open_journal(twin))

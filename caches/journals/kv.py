@@ -5,9 +5,9 @@
     rollback()                                      rows [0, 5), offset 5
 
 Rows at and past the offset are never read, and later writes overwrite them, so nothing
-is copied. The journal holds no array over a buffer: a second array would make the next
-write copy the whole buffer. Quantized rows too are on axis -2, and each is quantized
-alone.
+is copied. The journal makes no second array that shares a buffer: it would make the
+next write copy the whole buffer. Quantized rows too are on axis -2, and each row is
+quantized alone.
 """
 
 from collections.abc import Sequence

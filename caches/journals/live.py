@@ -28,7 +28,7 @@ class LiveJournal:
 
 
 class ListenedTo(Generic[JournalT]):
-    """The first base of a class of views that call their journal."""
+    """Base of views that call their journal; it precedes the cache class as a base."""
 
     __slots__ = ("_journal",)
     _journal: "weakref.ref[JournalT]"  # weak: a strong one makes a cycle
@@ -42,7 +42,7 @@ class ListenedTo(Generic[JournalT]):
 
 
 def sharing(cache: Any, kind: Any) -> Any:
-    """Return a view of the cache; its class `kind` is a subclass of the cache's."""
+    """Return a view of the cache; `kind`, its class, is a subclass of the cache's."""
     presented = object.__new__(kind)
     presented.__dict__ = cache.__dict__
     return presented

@@ -2,7 +2,7 @@
 
     prefix_cache     the object that a generator holds
     radix_tree       the compressed tree of token runs and of their cache contents
-    roles            the target, draft model and heads whose contents are kept
+    roles            the target, draft model and heads whose cache contents are kept
     restore_points   the snapshots of running requests
     bounded_tree     the tree, kept within a byte limit; `budget` evicts nodes
     persistence      writes nodes to the files of `segment_folder` and reads them;

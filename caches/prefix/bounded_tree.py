@@ -52,7 +52,7 @@ class BoundedTree(PrefixTree):
     def fill(
         self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
     ) -> bool:
-        """Add rows of a file to a node; with `end`, add its restore points too.
+        """Add a file's rows to a node; with `end`, add the file's restore points too.
 
         Return False if the target's rows or restore point do not fit.
         """
@@ -113,8 +113,9 @@ class BoundedTree(PrefixTree):
     ) -> Node | None:
         """Add the rows in `kept` to the nodes along `tokens`; return the last node.
 
-        To make room, nodes that cost less than the claim are evicted, then restore
-        points in `taken` after `tokens` are dropped. None: there still is no room.
+        To make room, nodes that cost less than the claim are evicted. Then restore
+        points in `taken` that lie behind the end of `tokens` are dropped. None: there
+        still is no room.
         """
         nodes = self.reach(tokens)
         known = nodes[-1]

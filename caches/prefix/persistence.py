@@ -43,7 +43,7 @@ class Persistence:
         self._since = 0.0  # the latest use among the nodes that the writer has seen
         self._noted: dict[str, float] = {}  # by file name, when last touched
         folder.serve(roles[0].mark)
-        # By the hash of all tokens up to a node: the node, and the digest so far.
+        # By the hash of all tokens up to a node: the node, and the digest object.
         start = folder.digest([])
         self._places = {start.hexdigest(): (tree.reach([])[0], start)}
 
@@ -113,7 +113,7 @@ class Persistence:
         return frozenset() if node.file is None else node.file.roles
 
     def _ends(self, node: Node) -> frozenset[str]:
-        """Return the marks of the roles with a restore point at the end of the file."""
+        """Return the marks of roles whose restore point here is in the node's file."""
         file = node.file
         whole = file is not None and file.stop == node.stop
         return file.points if file is not None and whole else frozenset()
@@ -192,7 +192,7 @@ class Persistence:
             yield node
 
     def _write_node(self, node: Node) -> bool:
-        """Write a node, unless its file is complete; return whether it was written."""
+        """Write a node if it has unsaved data; return whether it was written."""
         with self._lock:
             text, start = node.text, node.start
             if not self._unsaved(node) or not plain(text):

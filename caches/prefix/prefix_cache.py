@@ -4,7 +4,7 @@
     generator = SpeculativeGenerator(model, tokenizer, prefix_cache=prefixes)
 
 Restore points of running streams use the byte budget until they are stored or the
-stream is gone. Streams of several threads may share a prefix cache: its arrays are
+stream is gone. Streams of several threads can share a prefix cache: its arrays are
 evaluated and never change, and a lock guards the tree.
 """
 
@@ -42,7 +42,7 @@ class PrefixCache:
             resumed request reads at most `every` known tokens again. Each point costs
             the bytes of all states.
         folder: directory that keeps the contents for later processes with the same
-            models. Several processes may share it. It is created with mode 0700.
+            models. Several processes can share it. It is created with mode 0700.
             None: memory only.
         disk_gigabytes: limit of all files in the folder.
 
@@ -179,7 +179,7 @@ class PrefixCache:
             self._tree.add_point(points, point)
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return the answers in which `tokens` leave the tree, as `PrefixTree` does."""
+        """Return the answers in which `tokens` leave the tree; see `PrefixTree`."""
         with self._alone():
             if self._disk is not None:
                 self._disk.link()

@@ -119,8 +119,8 @@ class PrefixTree:
     def path(self, tokens: Tokens, start: Node | None = None) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` and the number of tokens that they match.
 
-        The first node is `start`, or the root. The last node's edge can match in part
-        only.
+        The first node is `start`, or the root. Perhaps only a part of the last node's
+        edge matches.
         """
         result, matched = [start or self._root], 0
         while matched < len(tokens):

@@ -126,9 +126,9 @@ def fingerprint(model: nn.Module) -> str:
     """Return the fingerprint of a model or head, 64 hexadecimal digits.
 
     It covers everything that determines the model's rows: the bytes, names, shapes and
-    dtypes of all parameters, the arguments, the classes and plain settings of all
-    modules (such as the scale of an adapter), and the versions of the packages that
-    compute.
+    dtypes of all parameters, the model's arguments, each module's class and plain
+    settings (such as the scale of an adapter), and the versions of Python, mlx and
+    other packages.
     """
     arrays: Any = sorted(tree_flatten(model.parameters()), key=lambda pair: pair[0])
     flat = [array.reshape(-1).view(mx.uint8) for _, array in arrays]

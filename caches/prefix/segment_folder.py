@@ -7,7 +7,7 @@
 Each file is written under a temporary name and then renamed, so a killed process leaves
 no incomplete file under a final name. Names, digests and seals (HMACs of headers) are
 made with the key. A file that is damaged, swapped, cut or from another folder is
-removed and logged. Several processes may share a folder. Files of other models are not
+removed and logged. Several processes can share a folder. Files of other models are not
 read, but count toward the limit.
 """
 
@@ -242,7 +242,7 @@ class SegmentFolder:
             os.utime(self.path / segment.name, (moment, moment))
 
     def drop(self, name: str, error: Exception) -> None:
-        """Remove a file that has changed since it was written, and log it."""
+        """Remove a file that cannot be used; log that, unless the file was gone."""
         if not isinstance(error.__cause__, FileNotFoundError):
             LOG.warning("removed %s, which cannot be used: %s", self.path / name, error)
         self.remove(name)
@@ -260,7 +260,7 @@ class SegmentFolder:
                 f"{self._max_bytes} in all"
             )
         now = time.time()
-        # Files are counted every 10 seconds, and whenever there may be no room.
+        # Files are counted every 10 seconds, and when they seem to leave no room.
         self._bytes += size
         if self._bytes <= self._max_bytes and now - self._counted < COUNTED_SECONDS:
             return

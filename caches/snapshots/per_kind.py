@@ -67,7 +67,7 @@ def state_of(cache: Any) -> Fields:
 
     Rows to which no later token attends are left out: rows before a sliding window, the
     oldest rows of a ring that a write of several rows has made longer than its window,
-    and a ring's free slots.
+    and a ring's unused slots.
     """
     fields, both = dict(vars(cache)), ("keys", "values")
     if isinstance(cache, SlidingKVCache) and cache.keys is not None:

@@ -3,8 +3,9 @@
     keys, values = read_rows(cache, stop, 512)    # positions [stop - 512, stop)
 
 The result is a view. While the view lives, a write to the cache copies the whole
-buffer, so drop the view first. A ring is read slot by slot, so its rows can be out of
-order. Attention over keys with rotary positions does not depend on the order.
+buffer, so drop the view first. A ring is read in the order of its slots, so its rows
+can be out of order. Attention over keys with rotary positions does not depend on the
+order.
 """
 
 from typing import Any

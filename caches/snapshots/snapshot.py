@@ -49,7 +49,7 @@ class HeldLeaf:
     """Snapshot of one leaf cache (any cache but a `CacheList`)."""
 
     place: str  # the leaf's place in the list of caches: `2`, or `2.0` in a `CacheList`
-    kind: type  # mlx-lm's class of the leaf
+    kind: type  # the leaf's class
     settings: tuple[Any, ...]  # must equal those of the cache that is restored
     # The ranges of the leaf's rows, in order; empty for a layer that the model does not
     # use, and for kinds saved as a state.

@@ -1,4 +1,4 @@
-"""Conversions of lists of caches: rings and sliding windows, sequences and batches.
+"""Conversions of lists of caches: rings to sliding windows, sequences to batches.
 
     caches = with_slack(make_prompt_cache(model))      for speed
     save_prompt_cache("prompt", as_native(caches))     mlx-lm loads only its own kinds

@@ -176,7 +176,7 @@ class RaggedKVCache(BatchKVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, including free columns."""
+        """Bytes of all arrays, unused columns included."""
         return sum(array.nbytes for array in buffers(self))
 
     @property  # type: ignore[misc]  # no setter: it is never loaded
@@ -231,7 +231,7 @@ def taken(array: mx.array, places: mx.array) -> mx.array:
     return array.view(mx.uint64)[places].view(array.dtype)
 
 
-@lru_cache(maxsize=4)  # the layers of a target and of a draft model may alternate
+@lru_cache(maxsize=4)  # the layers of a target and of a draft model can alternate
 def _offset(lengths: tuple[int, ...]) -> mx.array:
     return mx.array(lengths, mx.int32)
 

@@ -196,7 +196,7 @@ class SlidingKVCache:
         return self.keys[..., first:stop, :], self.values[..., first:stop, :]
 
     def _make_room(self, keys: mx.array, values: mx.array, undo: int) -> None:
-        """Make new buffers with room for the rows; copy the rows still needed there."""
+        """Make new buffers with room for the rows; copy the old rows still needed."""
         width, end = keys.shape[2], self._end
         if self.keys is None:
             size = self._size_for(width)

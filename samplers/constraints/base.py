@@ -65,8 +65,8 @@ class TokenAutomaton:
         TokenAutomaton({0: {5: 1}, 1: {5: 2}, 2: {6: 2, 7: 2}}, accepting={2})
 
     Args:
-        transitions: the next state by state and token id. A state that is missing here
-            has no next state.
+        transitions: for each state and token id, the next state. A state that is
+            missing here has no next state.
         accepting: the states in which the text may end.
         start: the state before the first token.
 

@@ -127,8 +127,9 @@ class Constrained:
         shortest = len(ahead) + 1 - count
         for row, length in enumerate(range(shortest, len(ahead) + 1)):
             place = self.place(ahead[:length])
-            # Any other row allows every id. Its token is never emitted: it comes after
-            # a token that is not allowed, or where `follow` cuts the text.
+            # A row without a place, or with an empty mask, allows every id. Its token
+            # is never emitted: it comes after a token that is not allowed, or after the
+            # place where `follow` cuts the text.
             if place is not None and place.mask.any():
                 masks[row] = place.mask
         return mx.array(masks)

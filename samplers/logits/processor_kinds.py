@@ -71,7 +71,7 @@ def pure(processor: LogitsProcessor) -> PureProcessor:
 
 
 def is_pure(processor: LogitsProcessor) -> bool:
-    """Return whether all rows of a round can be processed at once."""
+    """Return whether the processor is wrapped by `pure` or is mlx-lm's own."""
     if isinstance(processor, PureProcessor):
         return True
     return getattr(processor, "__module__", None) == OF_MLX_LM

@@ -5,7 +5,7 @@ decoding calls it once per token. A round has a row for every drafted token, and
 drafted tokens are rejected. The kind of a processor decides when it may be called:
 
     pure        the result depends on the arguments alone: mlx-lm's own processors, and
-                those wrapped by `pure`. Called for all rows; no array is read.
+                those wrapped by `pure`. Called for all rows, without waiting for any.
     forkable    can copy and restore its state, see `ForkableProcessor`. Called for all
                 rows in order; then the state after the emitted tokens is restored.
     serial      every other callable. Called for a row once the choice before it is
@@ -48,7 +48,7 @@ class Processors:
         processors.restore(before)                    # instead, if the round has failed
 
     A plain step has one row, whose token is always emitted, so it needs no `keep`. The
-    user's processors get the target's `width`, also for a draft's logits.
+    user's processors get logits of the target's `width`, also from a draft.
 
     Raises:
         InvalidRequestError: the logit bias or XTC's special tokens name an id that
@@ -97,7 +97,7 @@ class Processors:
             return self._apply(logits, rows, users, {})
         live, first = self.fork(), rows.positions[0]
         drafted = self._drafted
-        if first <= rows.round_start:  # `live` can be after a step in flight
+        if first <= rows.round_start:  # `live` can be the state after a step in flight
             drafted = self._drafted = {}
             self.restore(self._after.get(first - 1, live))
         else:

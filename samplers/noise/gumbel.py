@@ -5,8 +5,8 @@ noise is a sample of the distribution (Gumbel-max; Maddison et al., "A* Sampling
 2014). So two models with the same noise mostly choose alike.
 
 A value of `mx.random` depends on the shape of its draw, so each position has one draw
-of a fixed width. Keys are made on the device: Threefry is a keyed function, so hashed
-seed and position can be the words of the key.
+of a fixed width. Keys are made on the device: Threefry is a keyed function, so a key
+can be a hash of the seed and the purpose, with the position added to its first word.
 """
 
 from collections.abc import Callable, Sequence

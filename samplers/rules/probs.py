@@ -122,8 +122,8 @@ def row(probs: mx.array, index: mx.array) -> mx.array:
 def residual(target_row: mx.array, draft_row: mx.array, share: mx.array) -> mx.array:
     """Return the normalized positive part of `share * target_row - draft_row`.
 
-    If nothing is positive, which only rounding can cause, return the target's row.
-    [..., vocab] twice and [...] to [..., vocab].
+    If nothing is positive, which only rounding can cause, return the target's row. The
+    rows and the result are [..., vocab], and `share` is [...].
     """
     left = mx.maximum(share[..., None] * target_row - draft_row, 0)
     mass = left.sum(axis=-1, keepdims=True)
@@ -151,8 +151,9 @@ def probs_after(
 def draw(probs: mx.array, noise: mx.array) -> mx.array:
     """Draw one token per row: the largest of log-probability plus Gumbel noise.
 
-    A token of probability 0 is never drawn. Rows need not be normalized. [..., vocab]
-    twice to uint32 [...]. The noise must not be used for anything else.
+    Both arguments are [..., vocab], and the result is uint32 [...]. A token of
+    probability 0 is never drawn. Rows need not be normalized. The noise must not be
+    used for anything else.
     """
     scores = mx.log(probs) + noise
     return mx.argmax(mx.where(probs > 0, scores, -mx.inf), axis=-1)

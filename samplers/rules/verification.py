@@ -35,9 +35,10 @@ def _before_a_failure(passed: mx.array) -> mx.array:
 
 
 def _block_odds(target_probs: mx.array, draft: mx.array, drafted: mx.array) -> Odds:
-    """Return h_i of the paper, S_i / (S_i + 1 - p_i) for i from 1 to k, and all p_i.
+    """Return h_i of the paper for i from 1 to k, and all p_i.
 
-    The odds of the last prefix are p_k. If p_i is 1, h_i is 1 too, even if S_i is 0.
+    h_k is p_k, and the others are S_i / (S_i + 1 - p_i). If p_i is 1, h_i is 1 too,
+    even if S_i is 0.
     """
     reach = _reach(target_probs, draft, drafted)
     k = draft.shape[-2]

@@ -6,10 +6,10 @@ cannot pay. With OpenBLAS eight rows cost little more than one. The logits then 
 from single-row decoding by rounding, about 1e-5. With the reference BLAS they are equal
 bit for bit.
 
-OpenBLAS exports the same symbols. mlx calls it if it is loaded into the global scope
-first, since the dynamic linker binds symbols when mlx is loaded. So this module imports
-no mlx, and `use_blas` loads nothing once `mlx.core` is imported. On macOS mlx uses
-Accelerate, and there is no choice.
+OpenBLAS exports the symbols of the reference BLAS. When mlx is loaded, the dynamic
+linker binds these symbols. So mlx calls OpenBLAS if it is in the global scope by then.
+For this reason this module imports no mlx, and `use_blas` loads nothing once `mlx.core`
+is imported. On macOS mlx uses Accelerate, and there is no choice.
 """
 
 import ctypes
@@ -48,8 +48,8 @@ def use_blas(name: BlasName = "auto") -> BlasChoice:
     """Choose the BLAS of mlx; call it before the first import of mlx.
 
     "stock" is the BLAS of mlx's wheel. "auto" keeps another BLAS that was loaded
-    before; else it takes OpenBLAS if it is installed, or the stock one. The BLAS that
-    is already in use can always be named.
+    before; else it takes OpenBLAS if it is installed, or the stock one. The name of the
+    BLAS that is already in use is always accepted.
 
     Raises:
         BlasError: The BLAS is not installed, or mlx or another BLAS is loaded already.
@@ -162,8 +162,8 @@ def _use_openblas(*, required: bool) -> BlasChoice:
 def _load(library: str) -> None:
     """Load an OpenBLAS into the global scope.
 
-    It reads its number of threads from environment variables. They are set only while
-    it is loaded, so child processes do not inherit them.
+    OpenBLAS reads its number of threads from environment variables during the loading.
+    They are set only for this time, so child processes do not inherit them.
     """
     plan = plan_threads(usable_cores(), os.environ)
     variables = plan.environment()

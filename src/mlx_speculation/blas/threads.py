@@ -4,7 +4,7 @@ The threads of a matrix product spin until all are done. If one has lost its cor
 others spin for some milliseconds, in each of the hundreds of products of a forward. Two
 processes, each with as many threads as cores, lose nine tenths of their speed
 (docs/log/linux_cpu.md). So a text gets all cores only if other programs leave them idle
-when the text starts. Else it gets half of the cores, or one thread if fewer are idle.
+when the text starts. Else it gets half of the cores if so many are idle, or one thread.
 
 The last bits of a product depend on the number of threads. So texts in exact mode get
 the same number at any load. While texts run, only a text in exact mode changes it.

@@ -1,9 +1,10 @@
 """Acceptance of drafts on recorded text that the target wrote.
 
-A slot is a position to draft from. In greedy text a drafted token is accepted if it
-equals the recorded token, and has the acceptance 1 or 0. In sampled text it has the
-probability of acceptance: the sum of min(P, q) over all token ids. P and q are the
-distributions of target and drafter, given the recorded tokens before the drafted one.
+A slot is a position to draft from. Each drafted token has an acceptance. In greedy text
+it is 1 if the token equals the recorded one, else 0. In sampled text it is the
+probability that the token is accepted: the sum of min(P, q) over all token ids. P and q
+are the distributions of target and drafter, given the recorded tokens before the
+drafted one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +55,7 @@ def check_acceptance(
         temperature = group[0].temperature
         shares = _shares(trainee, target, group, depths, longest)
         for dialogue, share in zip(group, shares, strict=True):
-            # Only slots that draft answer tokens, from the second token of an answer.
+            # Only slots whose first drafted token is the second of the answer or later.
             begin = max(0, int(np.argmax(dialogue.counts)) + 1 - trainee.first)
             length = min(longest, len(dialogue.tokens))
             part = share[begin : max(begin, length - trainee.first - depths + 1)]
@@ -129,7 +130,7 @@ def _shares(
     temperature = group[0].temperature
 
     def read(depth: int, logits: mx.array) -> NDArray[np.float64]:
-        """Return shares as a NumPy array: memory holds the logits of one depth only."""
+        """Return the acceptance in NumPy, so that logits of one depth only are held."""
         after = depth + trainee.first
         if not temperature:
             column = mx.argmax(logits, axis=-1)

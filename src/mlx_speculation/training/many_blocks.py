@@ -6,7 +6,8 @@ The block of slot i equals the block of a round whose newest token is token i + 
     block      token i + 1 (the anchor) and mask tokens, at positions i + 1, i + 2, ..
 
 A block attends to its context and to itself, not to other blocks. Training calls the
-drafter as a round does, but with a `BlocksCache`. Attention then computes all blocks.
+drafter as a round does, but with a `BlocksCache`. Attention then computes all blocks at
+once.
 """
 
 from typing import Any

@@ -126,7 +126,7 @@ class TrainingStep:
         every = trainee.slots(tokens, self._depths) if slots is None else slots
 
         def read(depth: int, result: mx.array) -> mx.array:
-            after = depth + trainee.first - 1  # i + after is before the drafted token
+            after = depth + trainee.first - 1  # slot i drafts token i + after + 1
             rows = teacher.of_slots(after, every)
             weights = at_slots(counts, after + 1, every).astype(mx.float32)
             number = (weights * (rows.likeliest >= 0)).sum()

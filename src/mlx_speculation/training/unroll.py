@@ -88,7 +88,7 @@ class UnrolledCache:
 class _SplitAttention(llama.Attention):
     """Llama's attention, which skips products that an `UnrolledCache` masks.
 
-    With six depths this is a third of the work of attention with the full mask.
+    With six depths it does a third of the work of attention with the full mask.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:

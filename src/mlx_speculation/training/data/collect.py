@@ -1,8 +1,9 @@
 """Collection of dialogues that the target writes.
 
 Each batch has one temperature. Held-out dialogues come first, half of them greedy, then
-dialogues to learn from. The numbers of dialogues, batches and used prompts in the file
-of dialogues determine the next batch, so a resumed run continues with the same texts.
+dialogues to learn from. The file of dialogues stores the numbers of dialogues, batches
+and used prompts. These numbers determine the next batch, so a resumed run continues
+with the same texts.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Prompts in a file of JSON Lines, each as the messages of a chat.
 
-{"messages": [{"role": "user", "content": "..."}, ...]}   without answers
+{"messages": [{"role": "user", "content": "..."}, ...]}   answers are ignored
 {"turns": ["...", "..."]}                                 user messages in order
 {"prompt": "..."} or {"text": "..."} or "..."             one user message
 """

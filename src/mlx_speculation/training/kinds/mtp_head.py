@@ -1,4 +1,4 @@
-"""Further training of a target's MTP head: most heads learned to draft one token.
+"""Further training of a target's MTP head: most heads learned to draft only one.
 
 The head gets its own folder. Its files hold the weights as mlx applies them: norm
 weights are factors, and one array holds the experts of a layer.
@@ -24,7 +24,7 @@ from mlx_speculation.training.kinds.packing import packed, write_draft
 from mlx_speculation.training.kinds.trainee import Trainee
 from mlx_speculation.training.unroll import Made, Read, Recorded, unroll
 
-# Not trained: copies of the target's embedding and output, experts, and their routers.
+# Not trained: experts, their routers, and copies of the target's embedding and output.
 _FROZEN = ("output", "embedding", "switch_mlp", "gate")
 
 

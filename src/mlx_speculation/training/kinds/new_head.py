@@ -91,7 +91,7 @@ def draw_matrices(module: nn.Module, seed: int) -> None:
 
 
 def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -> None:
-    """Copy the target's last norm and output rows into a head; draw other matrices.
+    """Copy the target's last norm and output rows; draw a head's other matrices.
 
     `ids`: the target's id of each output row; None: the head has no output layer.
     """
