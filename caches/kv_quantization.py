@@ -2,7 +2,7 @@
 
 After every forward, mlx-lm replaces each quantizable cache of at least `start`
 positions by a quantized copy. Each token of a round must see the same keys as in plain
-decoding, so no round may write rows on both sides of position `start`:
+decoding, so a round must not write rows on both sides of position `start`:
 
     start = 8, the caches hold 5      rows 5, 6 and 7 see plain keys: feed at most 3
     the caches hold 8                 they are replaced; later rows see quantized keys
@@ -41,7 +41,7 @@ class KVQuantization:
         return self.start - max(offsets) if offsets else None
 
     def replace(self, caches: list[Any]) -> Replaced:
-        """Quantize caches of `start` positions or more; return old ones, by place."""
+        """Quantize caches of `start` positions or more; return old ones and places."""
         before = list(caches)
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
         places = range(len(before))

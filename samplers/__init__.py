@@ -6,7 +6,7 @@
     tree_verifier   does the verifier's work for a draft that is a tree
     sampling        the options of a request
     chooser         turns logits into tokens by these options
-    row_context     the known tokens before each row of logits
+    row_context     the tokens before each row of logits
     make_sampler    mlx-lm's sampler functions, with seeds
     user_sampler    a sampler function that the user passes
     rules           token-wise rejection, block verification

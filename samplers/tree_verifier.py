@@ -52,7 +52,8 @@ class _NoiseOfNodes:
 def serves_trees(verifier: Verifier) -> bool:
     """Return whether a request's choices follow from row and position alone."""
     # `shared` is None with the user's processors or sampler, and with rejection and
-    # block verification, which decide on chains only. XTC has a coin for each row.
+    # block verification, which decide on chains only. XTC makes its coins for the rows
+    # of a chain.
     alone = verifier.shared is None
     return not alone and verifier.chooser.sampling.xtc_probability == 0
 

@@ -5,7 +5,7 @@ Three acceptance rules, all lossless:
     keyed       a drafted token is accepted if it is the target's own choice, made with
                 the same noise: a seed gives the same text with every draft
     rejection   a drafted token is accepted with probability min(1, p / q): more tokens
-                accepted, another text for every draft and draft length
+                are accepted, but each draft and draft length gives another text
     block       as rejection, but each coin decides on a prefix of the draft
 
 Greedy requests choose without noise under every rule. This module evaluates no array

@@ -37,7 +37,7 @@ def _is_float(array: Any, ndim: int) -> bool:
 
 
 def _rows(cache: Any) -> int:
-    """Return the rows of keys and values [batch, heads, rows, dim], or `MISFIT`."""
+    """Return `rows` of keys and values [batch, heads, rows, dim], or `MISFIT`."""
     keys, values = cache.keys, cache.values
     if keys is None and values is None:
         return 0
@@ -103,7 +103,7 @@ def ring(cache: Any) -> int | None:
 
 
 def _used_of_ring(cache: Any, offset: int, wrapped: bool) -> int | None:
-    """Return the rows in use; `wrapped`: allow a wrapped ring."""
+    """Return the number of rows in use; `wrapped`: allow a wrapped ring."""
     rows, index, size = _rows(cache), cache._idx, cache.max_size
     if index == offset <= rows and (rows <= size or rows == offset):
         return offset
@@ -181,7 +181,7 @@ def layer(cache: Any) -> int | None:
 
 
 def _groups_fit(offset: int, rows: dict[str, int]) -> bool:
-    """Return whether `offset` rows are equal groups plus an incomplete, pending one."""
+    """Return whether `offset` rows make equal groups and perhaps a smaller rest."""
     groups, pending = rows.get("compress_kv"), rows.get("pending_kv")
     if pending != rows.get("pending_gate") or rows.get("index_k") not in (None, groups):
         return False

@@ -1,4 +1,4 @@
-"""Reading safetensors files that may be cut, corrupted or hostile.
+"""Reading safetensors files, even if they are cut, corrupted or hostile.
 
 A file is an 8-byte length, a JSON header and the data:
 

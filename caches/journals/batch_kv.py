@@ -83,7 +83,7 @@ class BatchKVJournal(LiveJournal):
             check_no_right_padding(self._cache, self._cache._right_padding)
 
     def commit(self, keep: Keep) -> None:
-        """Set the end to that of the row that keeps most; move the other rows there."""
+        """Let all rows end where the row that keeps the most positions ends."""
         if not self.written:
             return
         if isinstance(keep, int):

@@ -143,7 +143,7 @@ class Persistence:
             writer.join()
 
     def _write(self) -> None:
-        """Write nodes until all are in files; log only the first failure."""
+        """Write nodes until all are in files; of successive failures, log the first."""
         with mx.stream(mx.new_thread_local_stream(mx.default_device())):
             while True:
                 with self._lock:

@@ -179,7 +179,7 @@ class PrefixCache:
             self._tree.add_point(points, point)
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return the answers in which `tokens` leave the tree; see `PrefixTree`."""
+        """Return stored answers if `tokens` leave the tree in one; see `PrefixTree`."""
         with self._alone():
             if self._disk is not None:
                 self._disk.link()

@@ -139,8 +139,9 @@ class PrefixTree:
         """Return the target's answers, if `tokens` leave the tree inside an answer.
 
         The results are the number of tokens before that answer, and all answers that
-        begin there, with their stored prefixes, the longest first. If `tokens` leave
-        the tree elsewhere or not at all, the results are 0 and an empty list.
+        begin there, the longest first. An answer's prefix is one of the answers if it
+        ends at a node. If `tokens` leave the tree elsewhere or not at all, the
+        results are 0 and an empty list.
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]
@@ -162,7 +163,7 @@ class PrefixTree:
         return last.stop, [node.text[last.stop :] for node in result]
 
     def usable(self, which: int, tokens: Tokens) -> tuple[list[Node], int]:
-        """Return the nodes and the number of first `tokens` that a role can use.
+        """Return the nodes and the number of leading `tokens` that a role can use.
 
         For a role with states, the last node returned has the role's restore point.
         """

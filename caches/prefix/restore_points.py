@@ -44,7 +44,7 @@ class RunningPoints:
     """The restore points of one running stream; they use the cache's byte budget."""
 
     def __init__(self) -> None:
-        self.taken: list[Point] = []  # in order
+        self.taken: list[Point] = []  # in order of `stop`
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,8 @@
 """The folder of a prefix cache: segments of the tree as files, and the key to them.
 
     key                        32 bytes, made once
-    MODEL-SEGMENT.safetensors  MODEL: an HMAC of the model; SEGMENT: an HMAC of the
-                               model, all tokens before the segment, and its own tokens
+    MODEL-SEGMENT.safetensors  MODEL: an HMAC of the model's mark; SEGMENT: an HMAC of
+                               MODEL, all tokens before the segment, and its own tokens
 
 Each file is written under a temporary name and then renamed, so a killed process leaves
 no incomplete file under a final name. Names, digests and seals (HMACs of headers) are
@@ -87,7 +87,7 @@ class SegmentFolder:
             )
         self.path, self._max_bytes = Path(folder), int(gigabytes * 1e9)
         self._model = ""
-        self._bytes, self._counted = 0, 0.0  # bytes of all files, and time of counting
+        self._bytes, self._counted = 0, 0.0  # bytes of all files; when counted
         self._known: set[str] = set()  # names at the last scan
         self._scanned = -1  # the folder's modification time at that scan
         try:

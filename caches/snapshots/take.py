@@ -105,7 +105,7 @@ def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
 def _extent(caches: Sequence[Any]) -> int | None:
     """Return the number of tokens in the caches; None: unknown.
 
-    In a batch, it is that of the furthest row.
+    For a batch, it is the largest number of tokens in a row.
     """
     offsets = (_offset(leaf) for leaf in flat(caches))
     return max((each for each in offsets if each is not None), default=None)

@@ -11,7 +11,7 @@ rows of a cache, with V(p) = step * (p // step + 1). A mask hides the positions 
 All rows of a forward share a view, so a forward takes only tokens up to the next step.
 A buffer is exactly as long as its view, so its strides too depend only on the position.
 
-The view of a sliding window has all rows that any row of a step can see: the positions
+The view of a sliding window has all rows that a step's rows can see: the positions
 [max(0, start - max_size), start + step), where `start` is the step's first position.
 
 A view shares the `__dict__` of its live cache, so it has the same offset and buffers.

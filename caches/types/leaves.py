@@ -85,7 +85,7 @@ def flat(caches: Sequence[Any]) -> list[Any]:
 
 
 def check_single(caches: Sequence[Any]) -> None:
-    """Raise UnsupportedCacheError if a leaf is a batch cache or holds several texts."""
+    """Raise UnsupportedCacheError if a leaf is a batch or holds several sequences."""
     for leaf in flat(caches):
         several = type(leaf) is ArraysCache and leaf.batch_size > 1
         if several or is_batch(leaf):

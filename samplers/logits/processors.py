@@ -5,7 +5,7 @@ decoding calls it once per token. A round has a row for every drafted token, and
 drafted tokens are rejected. The kind of a processor decides when it may be called:
 
     pure        the result depends on the arguments alone: mlx-lm's own processors, and
-                those wrapped by `pure`. Called for all rows, without waiting for any.
+                those wrapped by `pure`. Called for all rows; the host waits for none.
     forkable    can copy and restore its state, see `ForkableProcessor`. Called for all
                 rows in order; then the state after the emitted tokens is restored.
     serial      every other callable. Called for a row once the choice before it is

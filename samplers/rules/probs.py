@@ -37,7 +37,7 @@ class RuleOutcome:
 class Odds:
     """Probabilities of accepting k drafted tokens, and factors for the residual."""
 
-    part: mx.array  # [..., k]; a coin passes below `quotient(part, whole)`
+    part: mx.array  # [..., k]; a coin below `quotient(part, whole)` passes
     whole: mx.array  # [..., k]
     # [..., k + 1], the factor of each target row in the residual, before the draft's
     # row is subtracted

@@ -7,9 +7,9 @@ from single-row decoding by rounding, about 1e-5. With the reference BLAS they a
 bit for bit.
 
 OpenBLAS exports the symbols of the reference BLAS. When mlx is loaded, the dynamic
-linker binds these symbols. So mlx calls OpenBLAS if it is in the global scope by then.
-For this reason this module imports no mlx, and `use_blas` loads nothing once `mlx.core`
-is imported. On macOS mlx uses Accelerate, and there is no choice.
+linker binds these symbols. So mlx calls OpenBLAS if OpenBLAS is in the global scope by
+then. For this reason this module imports no mlx, and `use_blas` loads nothing once
+`mlx.core` is imported. On macOS mlx uses Accelerate, and there is no choice.
 """
 
 import ctypes

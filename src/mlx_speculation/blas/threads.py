@@ -4,7 +4,8 @@ The threads of a matrix product spin until all are done. If one has lost its cor
 others spin for some milliseconds, in each of the hundreds of products of a forward. Two
 processes, each with as many threads as cores, lose nine tenths of their speed
 (docs/log/linux_cpu.md). So a text gets all cores only if other programs leave them idle
-when the text starts. Else it gets half of the cores if so many are idle, or one thread.
+when the text starts. Else it gets half of the cores, or one thread if fewer than half
+are idle.
 
 The last bits of a product depend on the number of threads. So texts in exact mode get
 the same number at any load. While texts run, only a text in exact mode changes it.
@@ -35,7 +36,8 @@ _TWO_CORES = 2
 # An idle thread sleeps after 2^_SLEEP_SOON clock ticks of the processor. Exponents from
 # 8 to 14 made no difference.
 _SLEEP_SOON = 10
-# Seconds over which the load of other programs is measured; 0.05 s is five clock ticks.
+# Seconds over which the load of other programs is measured. `_STAT` counts in ticks;
+# 0.05 s is five of them.
 _SHORTEST, _LONGEST = 0.05, 2.0
 _IDLE = 0.4  # a core is idle if other programs use less than this part of it
 _STAT = Path("/proc/stat")

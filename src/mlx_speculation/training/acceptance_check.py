@@ -130,7 +130,7 @@ def _shares(
     temperature = group[0].temperature
 
     def read(depth: int, logits: mx.array) -> NDArray[np.float64]:
-        """Return the acceptance in NumPy, so that logits of one depth only are held."""
+        """Return the acceptance as a NumPy array, so that the logits can be freed."""
         after = depth + trainee.first
         if not temperature:
             column = mx.argmax(logits, axis=-1)

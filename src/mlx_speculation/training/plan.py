@@ -5,7 +5,7 @@ is written. Each phase has a share of the minutes; sizes are reduced until they 
 
     phase       share        what has to fit into the share
     dialogues   DATA         the held-out dialogues and one batch to learn from
-    steps       STEPS        LEAST_STEPS steps; at the smallest size, one step
+    steps       STEPS        LEAST_STEPS steps, or one step of the smallest size
     evaluation  EVALUATION   one evaluation
 """
 
@@ -92,7 +92,7 @@ class Schedule:
         return until is not None and time.monotonic() + more > until
 
     def running_out(self, share: float) -> Callable[[], bool]:
-        """Return a function to call after each batch; it says whether to stop."""
+        """Return a function to call between batches; it returns whether to stop."""
         last = time.monotonic()
 
         def stop() -> bool:

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-LEAST = 16  # answers are not cut before; fewer tokens cannot evaluate a draft
+LEAST = 16  # tokens before a cut; fewer are not enough to evaluate a draft
 
 
 def write_answers(

@@ -1,4 +1,4 @@
-"""Further training of a target's MTP head: most heads learned to draft only one.
+"""Further training of a target's MTP head: most have learned to draft only one token.
 
 The head gets its own folder. Its files hold the weights as mlx applies them: norm
 weights are factors, and one array holds the experts of a layer.
