@@ -240,7 +240,7 @@ class RingKind:
         index, wraps = cache._idx, cache.offset + rows.width > cache.max_size
         shown = _attend(cache, rows, self.narrow)
         if self.keep and rows.width > 1 and wraps:
-            # A round's mask differs from mlx-lm's: caches/journals/test_rotating_kv.py.
+            # A round's mask differs: tests/caches/journals/test_rotating_kv.py.
             del shown[1]
         return [index, *shown, cache._idx]
 
