@@ -34,8 +34,12 @@ class GrowingIndex:
         if self.done > len(self.tokens):
             self.automaton = SuffixAutomaton()
         new = self.tokens[self.done : self.done + limit]
-        for token in new:
-            self.automaton.append(token)
+        try:
+            for token in new:
+                self.automaton.append(token)
+        except BaseException:
+            self.automaton = SuffixAutomaton()  # an interrupted `append` breaks it
+            raise
         return len(new)
 
     @property
@@ -109,15 +113,16 @@ class TextPool:
             parts = slice(near, index.done), slice(near)
             same = (array("i", tokens[part]) == kept[part] for part in parts)
             if 0 < index.done <= len(tokens) and all(same):
-                self._indexes.remove(index)
+                self._indexes = [each for each in self._indexes if each is not index]
                 return index
         return GrowingIndex()
 
     def give(self, index: GrowingIndex) -> None:
         """Keep the index of a finished text."""
-        self._indexes.insert(0, index)
-        while sum(each.done for each in self._indexes) > self._limit:
-            self._indexes.pop()
+        indexes = [index, *self._indexes]
+        while sum(each.done for each in indexes) > self._limit:
+            indexes.pop()
+        self._indexes = indexes
 
 
 class Found(NamedTuple):

@@ -5,6 +5,7 @@ import sys
 from itertools import pairwise
 from random import Random
 from threading import Thread
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -123,6 +124,44 @@ def test_a_pool_and_a_history_forget_the_oldest_beyond_their_limit() -> None:
         assert kept[0][-2] == number
     history.add([1] * 1000, 0)
     assert len(history.generations[0].tokens) == 20
+
+
+def test_a_text_may_end_while_another_one_takes_its_index() -> None:
+    """A garbage collection ends a stream at any time, which gives its index back."""
+    pool, index, other = TextPool(10), GrowingIndex([1, 2, 3]), GrowingIndex([9] * 9)
+    for each in (index, other):
+        each.catch_up()
+
+    class Collected(list[int]):
+        def __getitem__(self, place: Any) -> Any:
+            pool.give(other)
+            return super().__getitem__(place)
+
+    pool.give(index)
+    assert pool.take(Collected([1, 2, 3, 4])) is index
+    assert pool.take([*other.tokens, 1]) is other
+
+
+@pytest.mark.parametrize("call", range(1, 40, 3))
+def test_an_interrupted_index_is_made_anew(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, calls = GrowingIndex(random.Random(2).choices(range(3), k=30)), [0]
+    step = SuffixAutomaton._set
+
+    def interrupted(self: SuffixAutomaton, *args: int) -> None:
+        calls[0] += 1
+        if calls[0] == call:
+            raise KeyboardInterrupt
+        step(self, *args)
+
+    monkeypatch.setattr(SuffixAutomaton, "_set", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        index.catch_up()
+    index.catch_up()
+    fresh = GrowingIndex(index.tokens)
+    fresh.catch_up()
+    assert vars(index.automaton) == vars(fresh.automaton)
 
 
 def test_an_answer_is_held_with_a_few_tokens_before_it() -> None:
