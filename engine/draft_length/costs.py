@@ -7,7 +7,6 @@ high a cost would end drafting. Calibrated times are stored in a file. What stre
 learn is not stored: measurements of a busy machine would be used long after.
 """
 
-import math
 import os
 import platform
 from collections import deque
@@ -60,9 +59,9 @@ class RoundCosts:
         self.reading = 0.0  # seconds of reading a prompt token; 0: not known
         # A table of an earlier process or a similar batch, used for its ratios alone
         self.kept = dict(kept or {})
-        # The last rounds of each bucket and length, and their medians
-        self._samples: dict[tuple[int, int], deque[float]] = {}
-        self._medians: CostTable = {}
+        # Of each bucket and length. Threads share both, so loops run over copies
+        self._samples: dict[tuple[int, int], deque[float]] = {}  # the last rounds
+        self._medians: CostTable = {}  # of these rounds
         self._rounds = 0
         self._recent: set[tuple[int, int]] = set()  # measured since the last dropping
         self.take(measured or {})
@@ -71,7 +70,7 @@ class RoundCosts:
         """Return the known costs of each bucket, in seconds."""
         known = {
             bucket: dict(sorted(each.items()))
-            for bucket, each in self._medians.items()
+            for bucket, each in [*self._medians.items()]
             if 0 in each
         }
         return dict(sorted({**self.kept, **known}.items()))
@@ -93,20 +92,20 @@ class RoundCosts:
         self._recent.add(key)
         if self._rounds % FORGETS == 0:
             for bucket, length in self._samples.keys() - self._recent:
-                if length:
-                    del self._samples[bucket, length], self._medians[bucket][length]
+                if length and self._samples.pop((bucket, length), None):
+                    self._medians[bucket].pop(length, None)
             self.kept, self._recent = {}, set()
 
     def longest(self) -> int:
         """Return the longest measured draft."""
-        return max((length for _, length in self._samples), default=0)
+        return max({0}.union(*self._medians.values()))
 
     def plain(self, context: int) -> float | None:
         """Return the seconds of a plain step in the nearest bucket, if any is known."""
         known = {
-            bucket: self._medians[bucket][0]
-            for (bucket, length), samples in self._samples.items()
-            if not length and len(samples) >= LEAST_PLAIN
+            bucket: each[0]
+            for bucket, each in [*self._medians.items()]
+            if len(self._samples.get((bucket, 0), ())) >= LEAST_PLAIN
         }
         return _nearest(known, bucket_of(context))
 
@@ -212,7 +211,7 @@ def _parsed(fields: Any) -> tuple[PartsTable, int | None]:
         for bucket, each in fields["parts"].items()
     }
     rounds = [one for each in measured.values() for one in each.values()]
-    if not all(min(one) >= 0 and 0 < one.total < math.inf for one in rounds):
+    if not all(min(one) >= 0 and max(one) < 1e9 and one.total > 0 for one in rounds):
         raise ValueError("the seconds of a round are not positive numbers")
     if any(each and min(each) != 0 for each in measured.values()):
         raise ValueError("the cost of a plain step is missing")

@@ -85,3 +85,25 @@ def test_a_source_that_was_never_measured_begins_with_the_plain_step_of_another(
     None
 ):
     assert RoundCosts().curve(10, 4, 1.0) == RoundCosts({0: {0: 1.0}}).curve(10, 4, 5.0)
+
+
+def test_costs_are_read_while_another_thread_measures() -> None:
+    """No loop over a table fails because a round is noted meanwhile."""
+    costs, contexts = RoundCosts(), iter(range(1, 1 << 40, 1 << 30))
+
+    class Length(int):
+        """A length that is compared while another thread notes a round."""
+
+        def __bool__(self) -> bool:
+            costs.note(next(contexts), 1, 1.0)
+            return int(self) != 0
+
+        def __gt__(self, other: int) -> bool:
+            return bool(self) and int(self) > int(other)
+
+    for length in (2, Length(3), 4):
+        costs.note(9, length, 1.0)
+    costs.note(9, 0, 1.0)
+    costs.note(9, 0, 1.0)
+    assert costs.longest() == 4
+    assert costs.plain(9) == 1.0
