@@ -136,7 +136,7 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan | None:
-        """Learn from a round, without raising; return its plan; None: it is `plan`."""
+        """Learn from a round. Return its plan; None: it is `plan`. Must not raise."""
         ...
 
 

@@ -7,7 +7,7 @@ from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.costs import PartsTable, bucket_of, few_lengths
 from mlx_speculation.engine.timing import RoundSeconds
 
-PASSES = 3  # over all lengths, so that a busy moment does not slow all rounds of one
+PASSES = 3  # over all lengths; a busy moment then slows only some rounds of a length
 # Rounds of a pass. The first and the last plain step are not counted, nor is the first
 # draft, in which the drafter also reads the tokens of the plain steps.
 PLAIN_STEPS, DRAFTS = 7, 2

@@ -59,7 +59,7 @@ class RoundCosts:
         self.reading = 0.0  # seconds of reading a prompt token; 0: not known
         # A table of an earlier process or a similar batch, used for its ratios alone
         self.kept = dict(kept or {})
-        # Of each bucket and length. Threads share both, so loops run over copies
+        # Tables by bucket and length. Threads share them, so loops run over copies
         self._samples: dict[tuple[int, int], deque[float]] = {}  # the last rounds
         self._medians: CostTable = {}  # of these rounds
         self._rounds = 0

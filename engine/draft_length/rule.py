@@ -35,7 +35,7 @@ REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
 MEMORY = 500.0  # the usual rate is an average over about this many plain steps
 
 Survival = Sequence[float]  # of each token; empty without a proposal
-Offers = Sequence[Sequence[Survival]]  # of each source, for each request
+Offers = Sequence[Sequence[Survival]]  # for each request, one for each source
 
 
 @dataclass(slots=True)
@@ -85,9 +85,9 @@ class DraftRule:
     def choose(
         self, context: int, limit: int, offers: Offers | None, *, behind: bool = False
     ) -> Plan:
-        """Return the next round's plan; if a plain step is in flight, it is `behind`.
+        """Return the next round's plan; `behind`: whether a plain step is in flight.
 
-        Without offers, free sources have yet to propose, and drafts are the longest.
+        Without offers, free sources have yet to propose; a draft is then the longest.
         """
         longest = min(limit, self.longest)
         if longest <= 0:
@@ -173,7 +173,7 @@ class DraftRule:
 
     def _left_of_step(self, plain: float) -> float:
         """Return the seconds that a step in flight still needs when a round begins."""
-        # A CPU computes a step while submitting it; its first step takes that of two
+        # A CPU computes a step while submitting it; the first takes the time of two
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
     def learn(self, context: int, plan: Plan, feedback: Feedback) -> None:

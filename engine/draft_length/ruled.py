@@ -100,7 +100,7 @@ class RuledDrafter(CascadeDrafter):
     def offer(
         self, sequence: Sequence, limit: int, choose: Choose, *, costly: bool = True
     ) -> list[Survival]:
-        """Let free sources propose; return survivals, of costly sources if `costly`."""
+        """Let free sources propose; return all survivals, or theirs if not `costly`."""
         nothing: list[Survival] = [()] * len(self._drafters)
         offered = self._lengths.survivals() if costly else nothing
         self._proposals = {}
@@ -166,7 +166,7 @@ class BatchDraftLength:
         self._next: Plans = {}
 
     def take(self, rows: Rows) -> None:
-        """Plan for these requests from now on, and drop the plans."""
+        """Plan for these requests from now on, and drop earlier plans."""
         self.plans, self._next = {}, {}
         for row in rows:
             ruled = isinstance(row.policy, RuleDraftLength)

@@ -102,7 +102,7 @@ class CascadeDrafter(OpenDrafter):
 
     def __init__(self, *drafters: OpenDrafter) -> None:
         self._drafters = drafters
-        self._proposing = OpenDrafter()  # made the last proposal; at first, none has
+        self._proposing = OpenDrafter()  # made the last proposal; here a placeholder
 
     @property
     def disabled(self) -> bool:

@@ -55,7 +55,7 @@ class LookupDraft(Draft):
         return self.kind
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
-        """Return the draft; without history if the default is no history."""
+        """Return the draft; if default histories are not allowed, one without."""
         if options.history or self._limit is not None:
             return self
         return LookupDraft(corpus=self._documents, history=0)
@@ -78,7 +78,7 @@ class LookupDrafter(OpenDrafter):
         self._lookup = Lookup(draft.places)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Index one chunk, in about 8 ms, which is no chunk of the prefill."""
+        """Index one chunk, in about 8 ms; it does not count as one of the prefill."""
         return self._of(sequence).read_ahead(sequence.tokens)
 
     def begin(self, sequence: Sequence) -> None:
@@ -106,7 +106,7 @@ class LookupDrafter(OpenDrafter):
 
 
 def measured_draft(draft: Draft | None) -> Draft:
-    """Return the first costly member, the one that drafts, or a `ConstantDraft`."""
+    """Return the first costly member; if there is none, a `ConstantDraft`."""
     return next((one for one in members_of(draft) if not one.free), ConstantDraft())
 
 

@@ -161,7 +161,7 @@ class Lookup:
         self._prediction = GrowingIndex([*prediction, BREAK] if prediction else ())
         places = PREDICTION, HISTORY, HISTORY, DOCUMENT
         self._cursors = [(place, Cursor()) for place in places]
-        self._unjudged = 0, NOTHING_FOUND  # the last proposal, and where it begins
+        self._unjudged = 0, NOTHING_FOUND  # the last proposal's index, the proposal
 
     def read_ahead(self, tokens: Tokens, limit: int = CHUNK) -> bool:
         """Index at most `limit` new tokens; return whether all tokens are indexed."""
