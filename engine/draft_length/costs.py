@@ -91,9 +91,9 @@ class RoundCosts:
         self._rounds += 1
         self._recent.add(key)
         if self._rounds % FORGETS == 0:
-            for bucket, length in self._samples.keys() - self._recent:
-                if length and self._samples.pop((bucket, length), None):
-                    self._medians[bucket].pop(length, None)
+            for bucket, n in [k for k in self._samples.keys() - self._recent if k[1]]:
+                self._samples.pop((bucket, n), None)
+                self._medians[bucket].pop(n, None)
             self.kept, self._recent = {}, set()
 
     def longest(self) -> int:
