@@ -78,8 +78,7 @@ def vision_stream_generate(
 
     Raises:
         TypeError: a keyword is unknown.
-        InvalidRequestError: audio or video was passed, an image is unreadable, or two
-            values do not fit together.
+        InvalidRequestError: an option is refused, or an image cannot be read.
         UnsupportedModelError: the model's family is not supported.
     """
     _check_keywords(unknown, audio, video)

@@ -1,4 +1,7 @@
-"""EAGLE-3 and P-EAGLE heads: config.json, modules, loading, and the layers to read."""
+"""EAGLE-3 and P-EAGLE heads: config.json, modules, loading, and the layers to read.
+
+`engine.drafters` has the drafter that runs a head. Other heads are not known here.
+"""
 
 from mlx_speculation.models.eagle.config import AFTER_NORM, is_eagle, is_peagle
 from mlx_speculation.models.eagle.head import Eagle, EagleHead
