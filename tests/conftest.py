@@ -1,7 +1,7 @@
 """Settings and fixtures that tests share.
 
 Slow modules are imported inside functions. The process that distributes the tests does
-not need these modules, and the workers would wait for that process.
+not need them, and the workers would wait while that process imports them.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """Ctrl-C during a finalizer is raised afterwards; Python alone would drop it.
 
-The tests raise a signal at each opcode of `interrupts.py`. No code can catch a signal
-before the first instruction of a finalizer.
+One test raises a signal at each opcode of the functions that `finalize` calls. No code
+can catch a signal before the first instruction of a finalizer.
 """
 
 import signal
@@ -32,7 +32,7 @@ class Dropped:
 
 
 def signal_at(number: int) -> AbstractContextManager[list[int]]:
-    """Raise SIGINT at an opcode of the functions that `finalize` calls."""
+    """Raise SIGINT at the opcode `number` of the functions that `finalize` calls."""
     return at_opcode(
         number,
         interrupts.__file__,
@@ -49,10 +49,10 @@ def _dropped_errors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def drop(clean_up: Callable[[], object], opcode: int) -> int:
-    """Finalize an object with a signal at an opcode.
+    """Finalize an object, and raise SIGINT at opcode number `opcode`.
 
     Returns:
-        The opcode minus the number of opcodes that ran.
+        `opcode` minus the number of opcodes that ran.
     """
     dropped = Dropped(clean_up)
     with signal_at(opcode) as left:

@@ -5,8 +5,8 @@
     BELOW       what each top-level folder may import beside itself
     SEALED      rooms for one kind of machine, and their permitted importers
 
-Imports under `TYPE_CHECKING` count. A name that an `__init__` exports counts as
-imported from the module that defines it.
+Imports under `TYPE_CHECKING` are checked too. A name that an `__init__` exports counts
+as imported from the module that defines it.
 """
 
 import ast
@@ -26,7 +26,8 @@ LONG = 400
 LONGEST = {ast.FunctionDef: 60, ast.AsyncFunctionDef: 60, ast.ClassDef: 250}
 
 # A layer may import from earlier layers; rooms of one layer do not import each other.
-# "engine" alone is for the modules that no other layer names.
+# A layer that has a folder's name, such as "engine", is for the modules that no other
+# layer names.
 ORDER: dict[str, list[set[str]]] = {
     "samplers": [
         {"samplers/acceptance", "samplers/row_context"},
@@ -116,10 +117,10 @@ ORDER: dict[str, list[set[str]]] = {
         {f"{FRONT}/__main__"},
     ],
 }
-# A room that counts as part of another room.
+# Rooms that are treated as part of another room.
 TOGETHER = {"engine/lookup": "engine/drafters"}
 
-# Rooms and modules that may import a sealed room, beside itself.
+# For each sealed room: what may import it from outside.
 DISPATCH = "models/ops/dispatch"
 SEALED = {"models/cpu": {DISPATCH}, "models/cuda": {DISPATCH}}
 
@@ -144,11 +145,12 @@ NAMED_ALIKE = {
     "__init__": "opens a room",
 }
 
-# Folders and modules that each folder may import, beside itself.
+# Rooms and modules of src/mlx_speculation that every folder may import.
 SHARED = {
     f"{FRONT}/{name}"
     for name in ("errors", "interrupts", "json_files", "measured_file", "warn")
 } | {f"{FRONT}/blas", f"{FRONT}/environment"}
+# What each folder may import, beside itself.
 BELOW = {
     "samplers": SHARED,
     "caches": SHARED,
@@ -263,7 +265,7 @@ def layer_of(module: str) -> int:
 
 
 def together(module: str) -> str:
-    """Return the room of a module, or the room that it counts as."""
+    """Return the room of a module, or the room that TOGETHER gives for it."""
     return TOGETHER.get(room_of(module), room_of(module))
 
 

@@ -21,7 +21,7 @@ from support.processes.blas_processes import (
 from support.processes.programs import command_line
 from support.scheduling import cores
 
-# An environment without the variables that tests set.
+# Variables that tests set: each program starts without them.
 CLEAN = dict.fromkeys(
     (
         "MLX_SPECULATION_BLAS",
@@ -72,7 +72,7 @@ def served_by(
     ],
 )
 def test_a_program_that_imports_this_package_first_gets_openblas(program: str) -> None:
-    """mlx's reference BLAS decodes 27 tokens/s, OpenBLAS 175."""
+    """A model decodes 27 tokens/s with mlx's reference BLAS, and 175 with OpenBLAS."""
     blas, words = served_by(program, "-Werror::UserWarning")
     assert blas == OPENBLAS
     assert words.startswith("OpenBLAS ")
@@ -99,8 +99,8 @@ def test_the_program_and_what_it_starts_keep_their_environment() -> None:
     assert run_python(code, **CLEAN) == ["True"]
 
 
-# mlx-lm is slow to load, so the program leaves it out. The first line blocks torch too:
-# a separate line would shift the numbers of the others.
+# The program imports no mlx-lm, which is slow to load. Its first line also blocks
+# torch: a further line would shift the line numbers that the tests expect.
 MLX_FIRST = """import sys; sys.modules["torch"] = None; import mlx.core
 {use}
 import mlx_speculation

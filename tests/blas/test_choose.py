@@ -1,4 +1,4 @@
-"""The choice of a BLAS; each case is a process: a process chooses only once."""
+"""The choice of a BLAS. A process chooses only once, so each case is a process."""
 
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def test_openblas_answers_the_calls_of_mlx(name: str) -> None:
     assert in_order == "False"
 
 
-# Prints the environment at the moment when OpenBLAS is loaded globally, and afterwards.
+# Prints the variables `names` when OpenBLAS is loaded with RTLD_GLOBAL, and afterwards.
 WATCHED = """
 import ctypes, os
 class Watched(ctypes.CDLL):
@@ -188,7 +188,7 @@ NO_WHEEL = (
 
 @pytest.fixture(name="own_system", scope="module")
 def _own_system(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return code that lets a copy of the wheel's OpenBLAS stand for the system's."""
+    """Return Python code that makes a copy of the wheel's OpenBLAS the system's."""
     library = tmp_path_factory.mktemp("system") / "system.so"
     openblas_wheel._write(library)
     return (

@@ -52,7 +52,7 @@ def test_a_text_gets_all_idle_cores_else_half_else_one_thread(
 
 @pytest.mark.parametrize("cores", [1, 2, 4, 64])
 def test_two_busy_processes_never_have_more_threads_than_cores(cores: int) -> None:
-    """With more threads, processes wait for each other, and run ten times slower."""
+    """With more threads than cores, two processes run ten times slower."""
     plan = plan_threads(cores, {})
     for used in range(1, cores + 1):
         assert plan.threads(cores - used) + used <= max(cores, used + 1)
@@ -175,7 +175,7 @@ class Clock:
     def run(
         self, seconds: float, others: float = 0.0, this_process: float = 0.0
     ) -> None:
-        """Let time pass while other programs and this process use so many cores."""
+        """Let time pass; `others` and `this_process` are numbers of cores in use."""
         self.now += seconds
         self.busy += seconds * (others + this_process)
         self.process_seconds += seconds * this_process

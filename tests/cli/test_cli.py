@@ -24,11 +24,11 @@ PROMPT = "def add(first, second):\n"
 def test_demo_finds_the_same_tokens_for_every_target_and_group(
     groups: int, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts are cut: the stock BLAS is slow. tests/docs runs the whole demo."""
+    """Prompts are cut: tests use the stock BLAS, which is slow."""
     prompts = [replace(each, text=each.text[:20]) for each in one_prompt_per_group()]
     monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts[:groups])
     monkeypatch.setattr(f"{DEMO}._Teller._warm", lambda *_: None)
-    # A fixed length needs no calibration, which test_other_commands.py tests.
+    # With a fixed length the demo does not calibrate.
     done = commands("demo", "--max-tokens", "2", "--draft-length", "1")
     assert done.exit_code == 0, done.output
     for target in ("dense", "sliding", "hybrid"):
@@ -50,7 +50,7 @@ def test_demo_fails_where_a_text_really_differs(
 
 
 def test_next_to_nothing_is_loaded_before_ctrl_c_is_looked_after() -> None:
-    """Python's own start does not count: nobody can catch Ctrl-C there."""
+    """Modules that Python itself loads at its start are left out of the comparison."""
     code = """
 import os, signal, sys
 before = set(sys.modules)
@@ -84,7 +84,7 @@ print(*sorted(set(sys.modules) - before))
     ],
 )
 def test_ctrl_c_before_and_after_a_command_is_no_traceback(when: str) -> None:
-    """Python takes a second to import the commands, and a moment to exit."""
+    """Ctrl-C can come while Python imports the commands, or while it exits."""
     code = f"""
 import atexit, os, signal, sys
 

@@ -1,4 +1,4 @@
-"""The first SIGINT or SIGTERM ends a command in order; a second one ends it fast."""
+"""A first SIGINT or SIGTERM interrupts a command; a second one forces its end."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 
 @contextmanager
 def started(*options: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run a command whose input never ends; kill it on leaving."""
+    """Run a command whose standard input stays open; kill it when the block ends."""
     with subprocess.Popen(
         command_line(*options, *STOCK),
         stdin=subprocess.PIPE,

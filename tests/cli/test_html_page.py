@@ -1,4 +1,4 @@
-"""The page of a generation: its contents; no text can break it."""
+"""The HTML page of a generation shows every text, and no text can break the page."""
 
 import json
 from collections import Counter
@@ -48,7 +48,7 @@ class Reader(HTMLParser):
         super().__init__()
         self.tags: Counter[str] = Counter()
         self.attributes: set[str] = set()
-        self.spans: list[tuple[str, str]] = []  # classes, text
+        self.spans: list[tuple[str, str]] = []  # (classes, text) of each token
         self.prompt = self.details = self.titles = ""
         self.rows: list[list[str]] = []
         self._open: list[tuple[str, dict[str, str | None]]] = []

@@ -14,7 +14,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def arms() -> list[Arm]:
-    """Return plain arms of 110 and 55 tokens/s, and arms of two drafts, three each."""
+    """Return plain arms (110 and 55 tokens/s) and three arms for each of two drafts."""
     made = arms_of(["model", "lookup"], [None, 1, 4])
     for number, arm in enumerate(made[2:]):
         arm.speeds = [120.0 + number, 130.0 + number, 135.0 + number]
@@ -34,7 +34,7 @@ def test_measured_points_and_levels_stand_where_they_belong() -> None:
     assert speeds.get_title() == "one"
     containers: Any = speeds.containers
     (model, _, (bars,)), (lookup, _, _) = containers
-    assert points(model) == [(5, 130), (1, 131), (4, 132)]  # 5: the adaptive length
+    assert points(model) == [(5, 130), (1, 131), (4, 132)]  # x = 5: adaptive length
     assert [[y for _, y in each] for each in bars.get_segments()] == [
         [120, 135],
         [121, 136],

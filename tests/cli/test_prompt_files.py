@@ -62,7 +62,7 @@ def test_the_text_is_that_of_the_whole_prompt(
 def test_numbers_take_the_dtype_of_the_model(
     commands: Commands, tmp_path: Path
 ) -> None:
-    """mlx-lm saves float16; the same model runs in float32 on a Linux CPU."""
+    """mlx-lm saves float16; on a Linux CPU this library runs the model in float32."""
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
     command = ["generate", DRAFT, *PAIR, "-p", REST, "--prompt-cache-file", file]
     report = commands.object(*command)
@@ -125,8 +125,8 @@ def test_what_the_file_holds_counts_for_the_start_of_quantization(
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
     count = len(SpeculativeGenerator.from_pretrained(DRAFT).encode(BEGIN))
     command = ["generate", DRAFT, "-p", "x", "-m", "5", "--kv-bits", "7"]
-    command += ["--quantized-kv-start", str(count + 6)]  # reached with the file
-    assert commands(*command).exit_code == 0  # not reached without it
+    command += ["--quantized-kv-start", str(count + 6)]  # reached only with the file
+    assert commands(*command).exit_code == 0
     said = commands.refused(*command, "--prompt-cache-file", file)
     assert "kv_bits is 7 and kv_group_size 64" in said
 

@@ -261,7 +261,7 @@ def test_a_text_of_the_command_line_that_is_no_utf8_is_refused(
 
 
 def test_utf8_is_read_where_the_locale_is_another(commands: Commands) -> None:
-    """In the locale C, without coercion, Python does not decode bytes above 127."""
+    """In the locale C, Python can turn bytes above 127 of arguments into surrogates."""
     words = ["generate", DRAFT, "-m", "3", "--prefill-response"]
     text = "# na\xefve \u20ac"
     left = text.encode().decode("ascii", "surrogateescape")
@@ -353,7 +353,7 @@ def test_a_missing_library_is_a_line(
 def test_notes_are_lines_without_a_path_of_the_source(
     commands: Commands, tmp_path: Path
 ) -> None:
-    config, target, _ = make("mimo")  # its config names a head; the folder has none
+    config, target, _ = make("mimo")  # its config names a head that the folder lacks
     write_folder(tmp_path, config, [flat(target)], kind="mlx")
     done = commands("generate", str(tmp_path), "-p", "hi", "-m", "2")
     assert done.exit_code == 0

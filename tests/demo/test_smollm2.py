@@ -216,7 +216,7 @@ def test_the_bundled_head_is_one_of_this_model() -> None:
     card = (folder / "README.md").read_text("utf-8")
     for said in (REPOSITORY, "apache-2.0", "mlx-speculation train", "pack_head.py"):
         assert said in card
-    arguments = llama.ModelArgs(  # SmolLM2's sizes, with tiny layers
+    arguments = llama.ModelArgs(  # sizes that the head uses are SmolLM2's, others tiny
         model_type="llama",
         hidden_size=576,
         num_hidden_layers=30,

@@ -1,7 +1,8 @@
 """Every command in a shell block of the README and the documentation is valid.
 
 Our commands run on the smallest bundled model; long ones run in slow tests only, and
-`serve` is only parsed. Commands of other programs do not run: each check says why.
+`serve` is only parsed. Commands of other programs do not run; the functions that check
+them say why.
 """
 
 import re
@@ -68,10 +69,10 @@ def test_our_commands_are_parsed(words: tuple[str, ...]) -> None:
     assert parsed(words) is not None
 
 
-# `serve` does not end by itself: tests/cli/commands/test_serve.py runs it. `demo`,
-# `calibrate` and `report` take minutes. `train` generates texts first.
+# Quick tests leave out these commands. `serve` does not end by itself, and
+# tests/cli/commands/test_serve.py runs it. The others take minutes.
 NOT_RUN = ("serve", "demo", "calibrate", "report", "train")
-# A benchmark takes seconds. The last one runs here, the others in slow tests.
+# A benchmark takes seconds, so quick tests run only the last of `COMPARED`.
 COMPARED = [each for each in ours() if each[0] == "benchmark"]
 LONGER = [each for each in ours() if each[0] in NOT_RUN[1:] or each in COMPARED[:-1]]
 

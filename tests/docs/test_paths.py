@@ -19,12 +19,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("engine", "models", "caches", "samplers")
 TOPS = (*FOLDERS, "tests", "scripts", "examples", "docs", "src/mlx_speculation")
-# A path, but not the end of a longer path or address. The last part may be a pattern.
+# A path, but not the end of a longer path or address. The last part can be a pattern.
 PATH = re.compile(rf"(?<![\w/.~-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*/]")
 DOTTED = re.compile(r"(?<![\w/.:-])mlx_speculation(?:\.[A-Za-z_]\w*)+")
 FOLDERS_NAME = re.compile(rf"`((?:{'|'.join(FOLDERS)})(?:\.[A-Za-z_]\w*)+)(?:\(\))?`")
 FILE = re.compile(r"`([\w-]+\.(?:py|toml|sh))`")
-# Names from elsewhere.
+# Names of what is not in this repository.
 OTHERS = {
     "models/NAME",  # GET /v1/models/NAME
     "generate.py",  # of mlx-lm

@@ -24,7 +24,7 @@ SAYS = {
 }
 LONG = ("own_benchmark",)  # takes ten seconds
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# tests/docs/test_extending.py runs the longer examples.
+# Also the programs in examples/extending, which tests/docs/test_extending.py runs.
 ALL = sorted((ROOT / "examples").rglob("*.py"))
 
 

@@ -87,7 +87,7 @@ def test_the_first_token_is_not_timed_nor_are_those_of_its_round() -> None:
     assert (run.tokens, run.timed, run.slices) == ([7], 0, [])
     assert run.first_seconds > 0
     run.take()
-    assert [count for count, _ in run.slices] == [15]  # 1 of 16 came earlier
+    assert [count for count, _ in run.slices] == [15]  # 1 of 16 is of the first round
     run.take()
     assert [count for count, _ in run.slices] == [15, 6]
     assert run.ended
@@ -338,7 +338,7 @@ def test_steady_forwards_are_fed_their_own_choices_and_leave_no_rows(
 def test_single_tokens_take_the_ways_of_a_round_where_they_are_drafts(
     folder: Path, drafts: bool
 ) -> None:
-    """A plain step uses mlx's operations; a drafted token uses those of a round."""
+    """A plain step uses mlx's operations; a forward over drafts, those of rounds."""
     model, _ = load(folder)
     kind: Any = type(model)
     ways: list[bool] = []

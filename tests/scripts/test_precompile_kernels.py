@@ -69,7 +69,7 @@ def test_without_a_compiler_it_does_nothing(header: Path, tmp_path: Path) -> Non
 
 
 def test_that_of_this_mlx_is_newer_than_it() -> None:
-    """GCC would silently use an outdated header; `make environment` renews it."""
+    """GCC silently uses an old precompiled header; `make environment` renews it."""
     header = Path(mx.__file__).parent / HEADER
     made = header.with_suffix(".h.gch")
     assert not made.exists() or made.stat().st_mtime > header.stat().st_mtime

@@ -1,4 +1,4 @@
-"""Speeds of bundled prompts and of a question file, measured by turns."""
+"""The script spec_bench, on bundled prompts and on a file of questions."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Acceptance on recorded text equals that of rounds; speculation.json names a draft."""
+"""Acceptance measured on recorded text is that of rounds.
+
+speculation.json names a draft that pays.
+"""
 
 import json
 from pathlib import Path

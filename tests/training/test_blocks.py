@@ -1,4 +1,4 @@
-"""Block drafters in training draft from each slot (position) as in rounds."""
+"""In training, block drafters draft from each position (slot) as in rounds."""
 
 import json
 import time
@@ -72,7 +72,7 @@ def drafter(
 
 
 def text(made: BlockTrainee) -> tuple[mx.array, list[mx.array]]:
-    """Return rows of tokens, and the drafter's inputs from the target for them."""
+    """Return rows of tokens, and what the drafter reads of the target's forward."""
     assert made.most is not None
     length = SLOTS + made.most + 1
     flat = prompt_of(ROWS * length)
@@ -83,14 +83,14 @@ def text(made: BlockTrainee) -> tuple[mx.array, list[mx.array]]:
 def drafted(
     made: BlockTrainee, tokens: mx.array, inputs: list[mx.array], row: int, slot: int
 ) -> list[mx.array]:
-    """Return the logits of each token drafted in a round, [ids] each."""
+    """Return the logits of each token that a round drafts from a slot: [ids] each."""
     head, rows = made.module, []
     kind = DSpark if made.kind == "dspark" else type(made.dflash)
     model: Any = kind(head, made.taps, made.dflash.layers)
     ours = [each[row : row + 1] for each in inputs]
     context = head.joined(ours)
 
-    # The recorded token replaces each drafted token.
+    # The drafter goes on with the recorded token, not with the one it drafted.
     def choose(logits: mx.array) -> mx.array:
         rows.append(logits[0])
         return tokens[row, slot + 1 + len(rows)][None]
@@ -107,7 +107,7 @@ def drafted(
 def rounds(
     made: BlockTrainee, tokens: mx.array, inputs: list[mx.array]
 ) -> NDArray[np.float64]:
-    """Return the logits of drafts in rounds, [rows, slots, depths, ids]."""
+    """Return the logits of a round from each slot: [rows, slots, depths, ids]."""
     every = [
         [mx.stack(drafted(made, tokens, inputs, row, slot)) for slot in range(SLOTS)]
         for row in range(ROWS)
@@ -180,7 +180,7 @@ def test_the_loss_is_that_of_the_drafts_of_rounds(kind: Any) -> None:
         losses = []
         for place, slot in enumerate(CHOSEN.flatten()):
             row = place // CHOSEN.shape[1]
-            token = slot + 2 + depth  # the drafted token
+            token = slot + 2 + depth  # place of the drafted token
             best = int(logits[row, token - 1].argmax())
             if not batch.counts[row, token] or not best % 4:
                 continue
@@ -205,7 +205,7 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     [("dspark", 1), pytest.param("dflash", 3, marks=pytest.mark.slow)],
 )
 def test_gradients_are_the_slopes_of_the_loss(kind: Any, count: int) -> None:
-    """The slopes are finite differences along one direction in each parameter."""
+    """A slope is a finite difference along the gradient of one parameter."""
     made = drafter(kind, draft_layers=count)
     module: Any = made.module
     module.update(tree_map(lambda w: w / 3, module.parameters()))
@@ -230,7 +230,7 @@ def test_gradients_are_the_slopes_of_the_loss(kind: Any, count: int) -> None:
 
 
 def test_gradients_of_the_markov_table_add_up_in_float32() -> None:
-    """A sum of 1,000 equal numbers in bfloat16 would stop at 256 of them."""
+    """In bfloat16, the sum of 1,000 equal numbers would be 256 times one of them."""
     made = drafter("dspark")
     made.module.set_dtype(mx.bfloat16)
     before = mx.array([[3] * 1000 + [1]])
@@ -287,7 +287,7 @@ def test_a_new_drafter_attends_to_the_nearest_positions() -> None:
 
 
 def test_layers_and_the_mask_of_a_new_drafter(tmp_path: Path) -> None:
-    assert usual_layers(36) == [1, 9, 17, 25, 33]  # as DFlash reads Qwen3-4B
+    assert usual_layers(36) == [1, 9, 17, 25, 33]  # DFlash's layers of Qwen3-4B
     assert usual_layers(30) == [1, 8, 14, 20, 27]
     assert usual_layers(3) == [0, 1, 2]
     tokenizer: Any = load(chat_folder(tmp_path))[1]
@@ -302,7 +302,7 @@ def test_layers_and_the_mask_of_a_new_drafter(tmp_path: Path) -> None:
 def test_a_timed_step_leaves_the_weights_and_compiling_is_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first step on a GPU can take 70 seconds. They are left out of the result."""
+    """On a GPU the first step can take 70 seconds: the timing leaves it out."""
     made, gradients = drafter("dspark", draft_layers=1), TrainingStep.gradients
     before = dict(tree_flatten(made.module.parameters()))
     monotonic, passed = time.monotonic, [0.0]

@@ -1,4 +1,4 @@
-"""Loss and gradients of the unrolled head compared with torch, slot by slot."""
+"""Loss and gradients equal those of torch code that drafts from one slot at a time."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def reference_loss(
     rows: list[list[int]],
     counts: np.ndarray[Any, Any],
 ) -> torch.Tensor:
-    """Return the loss of all rows; each depth has one mean over all slots."""
+    """Return the loss: a mean over the slots of all rows, faded and summed by depth."""
     embedding = tables()["embedding"]
     parts: list[list[torch.Tensor]] = []
     numbers = []

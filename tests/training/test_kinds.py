@@ -135,7 +135,7 @@ def test_a_target_without_a_head_is_refused(tmp_path: Path) -> None:
 def draft_config(folder: Path) -> Path:
     folder.mkdir()
     args = {**TINY_MODELS["llama"].args, "vocab_size": VOCAB, "num_hidden_layers": 2}
-    args["intermediate_size"] = 96  # not divisible by 64: needs groups of 32
+    args["intermediate_size"] = 96  # not divisible by 64, so quantized in groups of 32
     text = json.dumps({"model_type": "llama", **args})
     (folder / "config.json").write_text(text)
     return folder

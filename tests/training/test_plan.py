@@ -71,7 +71,7 @@ def test_each_phase_has_its_share_or_the_training_is_refused(
     for name, value in kept.items():
         assert 1 <= value < getattr(options, name)
     assert small.held_out >= min(LEAST_DIALOGUES, held_out)
-    assert not sized(small, rates, seconds)  # options that fit stay
+    assert not sized(small, rates, seconds)  # options that fit are not reduced
     if data_seconds(options, rates) <= DATA * seconds:
         assert not {"batch", "held_out", "answer_tokens"} & kept.keys()
     texts = [replace(made_up(9, 1), temperature=0.8 * (n % 2)) for n in range(held_out)]

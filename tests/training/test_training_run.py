@@ -76,7 +76,7 @@ def test_a_head_learns_to_draft(
     assert record["steps"] == {"planned": 12, "taken": 12}
     assert record["target"] == target.name
     assert (out / curves.PLOT).is_file()
-    for name in ("training.json", "README.md"):  # files to publish
+    for name in ("training.json", "README.md"):  # files that users publish
         assert str(target.parent) not in (out / name).read_text()
     model, tokenizer = load(target)
     draft = EagleDraft.from_folder(out, model)
@@ -151,7 +151,7 @@ BLOCKS = replace(
 def test_a_drafter_of_blocks_learns_to_draft(
     kind: Any, target: Path, tmp_path: Path
 ) -> None:
-    """The drafter has the target's output layer, for all ids. A killed run resumes."""
+    """The target's output layer lets a drafter draft every id. A killed run resumes."""
     out, whole = tmp_path / "drafter", replace(BLOCKS, kind=kind, draft_vocab=None)
     at = whole.steps or 0
 
@@ -252,7 +252,7 @@ def test_an_interrupt_says_what_is_kept(target: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_training_ends_before_its_time_is_up(target: Path, tmp_path: Path) -> None:
-    """The time includes the last evaluation, and the last steps are kept."""
+    """The last evaluation ends in time too. The kept head is that of the last step."""
     began = time.monotonic()
     options = replace(OPTIONS, steps=9_999, minutes=0.25, evaluations=2)
     result = train(target, tmp_path / "head", options)

@@ -1,4 +1,4 @@
-"""Unrolled heads have the logits of drafting step by step from every position."""
+"""Unrolled heads have the same logits as heads that draft token by token."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def eagle_of(folder: Path, dialect: str) -> Any:
 def test_an_eagle_head_is_unrolled_as_it_drafts(
     dialect: str, split: bool, tmp_path: Path
 ) -> None:
-    """test_eagle_dialects_reference.py compares the steps of heads with numpy."""
+    """test_eagle_dialects_reference.py compares drafting step by step with numpy."""
     eagle, known = eagle_of(tmp_path, dialect), Known.of(8, SLOTS + 1)
     taps = HiddenStates(known.model, layers=eagle.layers)
     states = eagle.states(known.states(taps))

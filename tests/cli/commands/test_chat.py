@@ -50,13 +50,14 @@ def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
     for turn, line in zip(report["turns"], lines.splitlines(), strict=True):
         before, rest = len(ids), f"\n{line}\n" if ids else f"{line}\n"
         text += rest
-        # Without a template a turn continues the text, so an end token is removed. A
-        # model with recurrent states then resumes at an earlier restore point.
+        # Without a template a turn continues the text, so the end token of the last
+        # answer is removed. A model with recurrent states then resumes at an earlier
+        # restore point.
         ended = ids[-1:] == [0]
         ids = encode(text) if ended else [*ids, *encode(rest)]
         assert turn["prompt_tokens"] == len(ids)
         assert turn["tokens"] == generator.generate(ids, max_tokens=12).tokens
-        # Tokens after a restore point, or unseen by the drafter, are not reused.
+        # The target rereads tokens after a restore point and tokens new to the drafter.
         assert bool(before) <= turn["statistics"]["reused"] <= before
         assert ended or before - 5 <= turn["statistics"]["reused"]
         ids += turn["tokens"]

@@ -324,7 +324,7 @@ def test_a_pipe_that_breaks_ends_it_quietly(
     assert (done.exit_code, done.output) == (141, "")
 
 
-@pytest.mark.slow  # slow: as above, but in a process and with a real pipe
+@pytest.mark.slow  # slow: starts a process, unlike the test before
 def test_a_reader_that_leaves_ends_it_quietly() -> None:
     with endless() as process:
         assert process.stdout is not None

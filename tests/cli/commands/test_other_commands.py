@@ -93,7 +93,7 @@ def test_check_fails_where_the_texts_differ(
 def test_ctrl_c_in_a_check_says_how_far_it_came(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    """Ctrl-C comes at the first place, at the third, or while texts are generated."""
+    """Ctrl-C comes in the first or third comparison, or while a text is generated."""
     from mlx_speculation.engine.equivalence import rows as verifying
 
     compare, left = verifying.compare_rows, [calls]
@@ -488,7 +488,7 @@ def test_calibrate_measures_the_target_with_its_adapter(
 def test_ctrl_c_in_the_demo_shows_what_is_done(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, chunks: int
 ) -> None:
-    next_chunk, left = Stream.__next__, [16 + chunks]  # the warm-up takes 16
+    next_chunk, left = Stream.__next__, [16 + chunks]  # the warm-up takes 16 chunks
 
     def interrupted(self: Stream) -> Chunk:
         left[0] -= 1
@@ -516,7 +516,7 @@ def test_a_warning_in_the_demo_stands_after_its_text(
     assert (first["same"], second["same"]) == (True, True)
     assert (first["story"], second["story"]) == ("code", "prose")
     (text,) = first["texts"]
-    next_chunk, left = Stream.__next__, [16 + 3]  # 16 in the warm-up
+    next_chunk, left = Stream.__next__, [16 + 3]  # 16 chunks in the warm-up
 
     def warning(self: Stream) -> Chunk:
         left[0] -= 1

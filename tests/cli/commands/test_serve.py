@@ -36,7 +36,7 @@ def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Kill the server at the end, or after 120 seconds."""
+    """Kill the server when the block ends, and after 120 seconds at the latest."""
     guard = threading.Timer(120, process.kill)
     guard.start()
     try:
@@ -142,7 +142,7 @@ def test_without_its_library_it_says_what_to_install(
             raise ModuleNotFoundError(name=name)
         return real(name, *rest)
 
-    for module in ("metrics", "server"):  # to be imported anew
+    for module in ("metrics", "server"):  # `serve` imports them again
         monkeypatch.delitem(
             sys.modules, f"mlx_speculation.server.{module}", raising=False
         )
@@ -155,7 +155,7 @@ def test_without_its_library_it_says_what_to_install(
 def test_an_empty_key_of_the_environment_is_refused(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """Otherwise, an empty key would start a server that asks for no key."""
+    """If an empty key were accepted, the server would ask for no key."""
     monkeypatch.setenv("MLX_SPECULATION_API_KEY", key)
     assert "MLX_SPECULATION_API_KEY" in commands.refused("serve", DRAFT, "--port", "0")
     # The option overrides the environment.
