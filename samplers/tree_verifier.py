@@ -5,8 +5,8 @@ and ends if there is no such child. A choice uses the noise of its position in t
 so siblings share their noise. All emitted tokens are the target's own choices, so every
 tree gives the text of plain decoding.
 
-    the choice at root t is a; its children are a and b
-    the choice at a is c; its children are d and c
+    root t has the children a and b, and the target's choice there is a
+    node a has the children d and c, and the target's choice there is c
     path t a c: 2 tokens are accepted, and the choice at c is the bonus
 """
 
@@ -52,8 +52,8 @@ class _NoiseOfNodes:
 def serves_trees(verifier: Verifier) -> bool:
     """Return whether a request's choices follow from row and position alone."""
     # `shared` is None with the user's processors or sampler, and with rejection and
-    # block verification, which decide on chains only. XTC makes its coins for the rows
-    # of a chain.
+    # block verification, which decide on chains only. XTC draws its random
+    # numbers for the rows of a chain.
     alone = verifier.shared is None
     return not alone and verifier.chooser.sampling.xtc_probability == 0
 

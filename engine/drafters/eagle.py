@@ -83,7 +83,7 @@ class EagleDraft(HeadDraft):
                 the head predicts with a few sets of layers instead, and the draft's
                 `notice` says which set it reads. An unusual choice is taken only if it
                 is surely better than the usual one.
-            tokenizer: the target's tokenizer; None: the usual choice is taken.
+            tokenizer: the target's; None: layers are counted in the usual way.
 
         Raises:
             ModelFolderError: the folder holds no such head, or only a part of one.

@@ -8,8 +8,8 @@
 1. the draft that speculation.json names; if it also sets `draft_length`, no lookup is
    added
 2. else the MTP head in the folder
-3. else none: only the lookup drafts. If a draft was expected, a notice says why it is
-   missing
+3. else none: the lookup drafts alone. If the folder holds a draft that cannot be used,
+   a notice says why
 
 The draft that was loaded last is stored in an attribute of the target model, and freed
 with the model. The next generator with the same `DraftName` uses it again.

@@ -151,8 +151,8 @@ def _check_keywords(unknown: Iterable[str], audio: Any, video: Any) -> None:
     if unknown:
         raise TypeError(
             f"vision_stream_generate() takes no keyword "
-            f"{', '.join(map(repr, unknown))}. For others use "
-            "mlx_speculation.SpeculativeGenerator."
+            f"{', '.join(map(repr, unknown))}. mlx_speculation.SpeculativeGenerator "
+            "has more options."
         )
     for name, given in (("audio", audio), ("video", video)):
         if given:

@@ -61,7 +61,7 @@ class EagleSettings:
     draft_vocab: int | None  # size of the draft vocabulary; None: not stated
     norm_before_residual: bool  # whether the residual is the state after its norm
     norm_before_fc: bool  # whether config.json says that a norm comes before `fc`
-    norm_output: bool  # whether the next step reads the state after the norm
+    norm_output: bool  # whether the next step reads the normed output
     windows: tuple[int | None, ...] = (None,)  # of each layer; None: no window
     rotations: tuple[Rotation, ...] = (Rotation(),)  # of each layer
     logit_scale: float = 1.0

@@ -1,4 +1,8 @@
-"""Gemma 4 assistants: config.json, the module, loading, keys and values to read."""
+"""Gemma 4 assistants: config.json, the module, loading, keys and values to read.
+
+`engine.drafters` has the drafter that runs an assistant. Other heads are not known
+here.
+"""
 
 from mlx_speculation.models.gemma_assistant.config import is_assistant
 from mlx_speculation.models.gemma_assistant.network import (

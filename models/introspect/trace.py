@@ -1,8 +1,8 @@
 """The calls of one forward of a model, with their arguments and results.
 
 Arrays are compared as objects. The forward is built and not evaluated, so it takes
-milliseconds for a large model. Only values that the model itself evaluates, and arrays
-that replace its weights, are computed.
+milliseconds for a large model. Only two kinds of arrays are computed: those that the
+model itself evaluates, and those that its forward assigns in place of weights.
 """
 
 from collections.abc import Iterable

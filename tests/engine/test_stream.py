@@ -33,8 +33,8 @@ from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# One for each kind of cache and mixture of kinds. All but gemma3_text and
-# recurrent_gemma have the same bits at every width.
+# One for each kind of cache and mixture of kinds. Logits of all but gemma3_text and
+# recurrent_gemma have the same bits however many tokens a forward reads.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma", "lfm2")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 PROBE = mx.array([[1, 2, 3]])
@@ -297,8 +297,8 @@ def test_a_drafted_round_waits_for_the_device_once(
         counted(mx, wait)
     before = stream.stats.rounds
     list(stream)
-    # A round reads its outcome once. Before that the clock waits for the draft, the
-    # logits and the tokens. The last round can lack room for a draft.
+    # A round reads its outcome once. Before that the draft, the logits and the tokens are
+    # evaluated one by one, to time each. The last round can lack room for a draft.
     reads = waits.count("outcomes")
     assert reads == stream.stats.rounds - before
     drafted, plain = [*["eval"] * 3, "outcomes"], ["eval", "outcomes"]
@@ -360,7 +360,7 @@ def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
 
 @cache
 def _fed(name: str, tokens: tuple[int, ...]) -> tuple[list[int], list[mx.array]]:
-    """Return offsets of caches after the tokens, and the next logits for each width."""
+    """Return offsets of caches after the tokens, and the next logits for each step."""
     model, offsets = known(name)[0], list[int]()
     logits = list[mx.array]()
     for step in (None,) if TINY_MODELS[name].bitwise else (1, 2, None):

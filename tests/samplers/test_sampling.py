@@ -113,7 +113,7 @@ def test_derived_seeds_differ_between_samples_and_between_requests(
 
 
 def test_many_derived_seeds_differ() -> None:
-    """Seeds and indexes are neighbours; a weak hash would repeat derived seeds."""
+    """A weak hash would repeat seeds that are derived from consecutive numbers."""
     derived = {derived_seed(seed, i) for seed in range(200) for i in range(1000)}
     assert len(derived) == 200_000
 

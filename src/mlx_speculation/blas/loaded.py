@@ -29,7 +29,7 @@ def library_in_front() -> str | None:
 def describe_openblas(threads: str | None = None) -> str | None:
     """Describe the OpenBLAS in use; None: another BLAS is in use, or none.
 
-    `threads` is the number of threads in words; None: the present number.
+    `threads` is a text such as "4 threads"; None: the present number.
     """
     file = _file_of(_OPENBLAS)
     if file is None or file != library_in_front():

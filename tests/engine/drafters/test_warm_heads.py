@@ -104,13 +104,14 @@ KINDS: dict[str, Callable[[], Made]] = {
     "assistant, sliding target": lambda: assistant("gemma3"),
     "cascade": lambda: cascade(eagle("llama", 4)),
 }
-# Each kind of drafter once, and each kind of target at least once.
+# Each family of drafters, and each kind of target, at least once.
 QUICK = {
     *("mtp, one layer", "mtp, windows", CHAIN, "eagle, recurrent target", "peagle"),
     *("dflash", "assistant, sliding target", "cascade"),
 }
 
-# Rows of full attention that depend on rows of windows cannot be computed again.
+# Heads whose full attention reads rows of their own sliding windows, which cannot be
+# computed again.
 MIXED: dict[str, Callable[[], Made]] = {
     "mtp, a chain of layers": lambda: mtp_on("step3p5"),
     "eagle of several layers": lambda: eagle("llama", 4, "several layers"),

@@ -124,7 +124,7 @@ def test_what_is_read_after_a_pause_shows_few_sizes(shown_sizes: list[Shown]) ->
             show(rows, before)
     sizes = [48, 64, 96]
     counts = {(rows, keys) for rows, keys, _ in shown_sizes}
-    first = {(size, 512 + size) for size in sizes}  # causal
+    first = {(size, 512 + size) for size in sizes}  # without a mask array
     assert counts == first | {(size, keys) for size in sizes for keys in (1024, 1536)}
 
 

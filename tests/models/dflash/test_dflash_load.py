@@ -54,7 +54,6 @@ def test_windows_are_those_of_the_config(
 @pytest.mark.parametrize(
     ("top", "inner", "causal"),
     [
-        # One layer with a window, one without.
         ({}, {}, (True, False)),
         ({"is_causal": False}, {}, (False, False)),
         ({"is_causal": True}, {}, (True, True)),

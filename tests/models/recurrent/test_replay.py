@@ -120,7 +120,7 @@ def test_nothing_is_evaluated_when_a_prefix_is_kept(name: str) -> None:
     """Evaluating the tokens raises an error; a forward and a commit raise none."""
     model = build_recurrent(name)
     caches = prefilled(model)
-    # On a CPU, unquantized experts in bfloat16 raise only when they are evaluated.
+    # On a CPU `gather_mm` in bfloat16 raises only when it is evaluated.
     left = mx.zeros((1, 1, 1), mx.bfloat16)
     poison = mx.gather_mm(left, left, rhs_indices=mx.array([0]))
     with pytest.raises(RuntimeError, match="float32"), mx.stream(mx.cpu):

@@ -28,9 +28,10 @@ class Trainee(ABC):
 
     @abstractmethod
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
-        """Draft from slots of recorded text; return the results of `read`, by depth.
+        """Draft from slots of recorded text.
 
-        `read` is called with each depth and its logits [rows, slots, ids].
+        `read` is called with each depth and its logits [rows, slots, ids]; `run`
+        returns the results of these calls.
         """
 
     @abstractmethod
@@ -45,5 +46,5 @@ class Trainee(ABC):
         return wanted if self.most is None else min(wanted, self.most)
 
     def slots(self, tokens: mx.array, depths: int) -> int:
-        """Return the number of slots in rows of tokens."""
+        """Return the number of slots in each row of tokens."""
         return int(tokens.shape[1]) - depths - self.first + 1

@@ -60,8 +60,8 @@ def forward(
         u_s = cap(output_multiplier lm_head h_s), C_s its top K ids; for c in C_s:
         z_s[c] = u_s[c] + sum_r A[p]_r (P h_s)_r B[c]_r, p = the id drafted before
 
-    The arguments are those of `dspark.forward`. `embeddings` are not scaled; rows of
-    `lm_head` past `vocab_size` are cut off.
+    The arguments are those of `dspark.forward`. This function scales `embeddings`, and
+    cuts off rows of `lm_head` past `vocab_size`.
     """
     tensors = canonical_weights(weights, config)
     cap = option(config, "final_logit_softcapping")
