@@ -1,6 +1,7 @@
 """Statistics of a generation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 
 from mlx_speculation.engine.timing import RoundSeconds
 
@@ -12,6 +13,12 @@ class SourceCounts:
     drafts: int = 0  # rounds with a draft of this kind
     drafted: int = 0
     accepted: int = 0
+
+    def add(self, drafts: int, drafted: int, accepted: int) -> None:
+        """Add counts."""
+        self.drafts += drafts
+        self.drafted += drafted
+        self.accepted += accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +116,18 @@ class Statistics:
             for index in range(accepted):
                 self.reached[index] += 1
             counts = self.sources.setdefault(source, SourceCounts())
-            counts.drafts += 1
-            counts.drafted += drafted
-            counts.accepted += accepted
+            counts.add(1, drafted, accepted)
+
+    def add(self, other: "Statistics") -> None:
+        """Add the counts and times of another generation; `paused` stays."""
+        for name in (each.name for each in fields(self) if each.default == 0):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        pairs = zip_longest(self.reached, other.reached, fillvalue=0)
+        self.reached = [*map(sum, pairs)]
+        for source, more in other.sources.items():
+            counts = self.sources.setdefault(source, SourceCounts())
+            counts.add(more.drafts, more.drafted, more.accepted)
+        self.drafter_faults += other.drafter_faults
 
     def spend(self, seconds: RoundSeconds) -> None:
         """Add the time of a round."""

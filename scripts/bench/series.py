@@ -109,13 +109,8 @@ def speed_of(slices: Sequence[tuple[int, float]]) -> float:
 def total(counts: Iterable[Statistics]) -> Statistics:
     """Return the counts of several generations together."""
     result = Statistics()
-    names = ("rounds", "drafts", "drafted", "accepted", "emitted", "reads")
     for each in counts:
-        for name in (*names, "empty_drafts"):
-            setattr(result, name, getattr(result, name) + getattr(each, name))
-        result.reached += [0] * (len(each.reached) - len(result.reached))
-        for index, reached in enumerate(each.reached):
-            result.reached[index] += reached
+        result.add(each)
     return result
 
 

@@ -22,7 +22,7 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.result import Result
 from mlx_speculation.option_fields import KvLimits
 from mlx_speculation.server import Server
-from mlx_speculation.server.apis.base import Ending, speculative
+from mlx_speculation.server.apis.base import speculative
 from mlx_speculation.server.routes import POSTED
 from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import (
@@ -163,12 +163,10 @@ def test_usage_of_auto_names_what_has_drafted(plain: SpeculativeGenerator) -> No
     prompt = 4 * PROMPT
     drafted = generator.generate(prompt, max_tokens=16)
     assert drafted.stats.drafts > 0
-    ending = Ending(result=drafted, prompt_tokens=len(prompt))
-    assert speculative([ending], "auto")["draft"] == "lookup"
-    assert speculative([ending], "near")["draft"] == "near"
+    assert speculative([drafted], "auto")["draft"] == "lookup"
+    assert speculative([drafted], "near")["draft"] == "near"
     plainly = plain.generate(prompt, max_tokens=4)
-    alone = Ending(result=plainly, prompt_tokens=len(prompt))
-    assert speculative([alone], "auto")["draft"] is None
+    assert speculative([plainly], "auto")["draft"] is None
 
 
 def test_the_log_says_why_nothing_was_drafted(

@@ -62,15 +62,8 @@ class Arm:
             return
         from mlx_speculation.engine import Statistics
 
-        stats = result.stats
         self.totals = self.totals or Statistics()
-        for name in ("rounds", "drafts", "drafted", "accepted", "emitted"):
-            total = getattr(self.totals, name) + getattr(stats, name)
-            setattr(self.totals, name, total)
-        reached = self.totals.reached
-        reached += [0] * (len(stats.reached) - len(reached))
-        for index, count in enumerate(stats.reached):
-            reached[index] += count
+        self.totals.add(result.stats)
 
 
 @dataclass(frozen=True, slots=True)

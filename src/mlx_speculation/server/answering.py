@@ -3,15 +3,15 @@
 import asyncio
 import json
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,7 +24,7 @@ from mlx_speculation.server.answer_parts import (
     read_calls,
 )
 from mlx_speculation.server.api_errors import as_api_error, invalid, late
-from mlx_speculation.server.apis.base import Ending, Face
+from mlx_speculation.server.apis.base import Face
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
 from mlx_speculation.server.job import ClientLeftError, Job, Piece
@@ -195,34 +195,21 @@ class Answering:
         """Yield the events of an answer; empty bytes: nothing new."""
         for choice, job in enumerate(jobs):
             face.open(choice, job.prompt_tokens)
-            parser, result = job.parser, None
-            while result is None:
+            parser, event = job.parser, None
+            while not isinstance(event, Piece) or event.result is None:
                 yield face.taken()
                 event = await job.next(POLL_SECONDS, self._worker.check_alive)
                 if not isinstance(event, Piece):
                     if event:
                         face.reading(event, job.prompt_tokens)
                     continue
-                result = event.result
                 parts = [part for text in event.texts for part in parser.feed(text)]
-                if result is not None:
+                if event.result is not None:
                     parts += parser.end()
                 face.parts(choice, joined(parts), event.tokens)
-            tokens, most = len(result.tokens), job.request.options.get("max_tokens")
-            # The texts of a prompt count it once, since only the first one reads it.
-            first = choice % face.request.count == 0
-            ending = Ending(
-                result=result,
-                prompt_tokens=job.prompt_tokens if first else 0,
-                cached_tokens=result.stats.reused if first else 0,
-                tokens=tokens,
-                reasoning_tokens=parser.reasoning,
-                called=parser.calls > 0,
-                cut=result.finish_reason == "length",
-                out_of_room=most is None or tokens < most,
-                stop_text=self._stop_text(job, result.tokens),
-            )
-            face.end_text(choice, ending)
+            job.result = event.result
+            job.stop_text = self._stop_text(job, job.result.tokens)
+            face.end_text(choice, job)
         face.close()
         yield face.taken()
 
@@ -245,23 +232,14 @@ def _without_images(chat: Chat) -> Chat:
 
 
 async def in_thread(act: Callable[[], T]) -> T:
-    """Return the result of a slow call, made in a thread of its own.
+    """Return the result of a slow call, made in a daemon thread of its own.
 
     Raises:
         ApiError: any error of the call.
     """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(act())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
     try:
         # The thread goes on if this call is cancelled.
-        return await asyncio.shield(asyncio.wrap_future(outcome))
+        return await run_sync(act, abandon_on_cancel=True, limiter=CapacityLimiter(1))
     except Exception as error:
         raise as_api_error(error) from error
 

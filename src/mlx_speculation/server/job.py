@@ -60,6 +60,8 @@ class Job:
 
     parser: "AnswerParser"  # divides the answer; set once the prompt is known
     texts: Any = None  # `TokenTexts`, if probabilities are asked for
+    result: "Result"  # set at the end, as is `stop_text`
+    stop_text: str | None = None  # the stop text that has ended the text
 
     def __init__(self, request: GenerationRequest, seconds: float) -> None:
         self.request = request
@@ -79,6 +81,11 @@ class Job:
     def late(self) -> bool:
         """True past the deadline."""
         return time.monotonic() > self.deadline
+
+    @property
+    def cut(self) -> bool:
+        """True if a limit of length has ended the text."""
+        return self.result.finish_reason == "length"
 
     def cancel(self) -> None:
         """Mark the job for removal before the next round."""

@@ -1,16 +1,14 @@
 """Faces: each formats requests, answers and events of one API."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.server.answer_parts import Part, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.job import Token
+from mlx_speculation.server.job import Job, Token
 from mlx_speculation.server.request.models import Object
 from mlx_speculation.server.request.options import TextOptions
 
@@ -18,39 +16,26 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """The end of one text, and its cost."""
-
-    result: "Result"
-    prompt_tokens: int  # 0 if an earlier text has counted the prompt
-    cached_tokens: int = 0  # of the prompt
-    tokens: int = 0  # generated ones
-    reasoning_tokens: int = 0
-    called: bool = False  # whether the text calls a tool
-    cut: bool = False  # whether a limit of length has ended the text
-    out_of_room: bool = False  # whether the context had no room for `max_tokens`
-    stop_text: str | None = None  # the stop text that has ended the text
+def summed(results: Iterable["Result"]) -> Statistics:
+    """Return the statistics of several texts together."""
+    stats = Statistics()
+    for each in results:
+        stats.add(each.stats)
+    return stats
 
 
-def speculative(endings: Sequence[Ending], draft: str | None) -> Object:
+def speculative(results: Sequence["Result"], draft: str | None) -> Object:
     """Return drafting statistics of texts; a draft "auto" is shown as its sources."""
-    every = [each.result.stats for each in endings]
-    reached = zip_longest(*(each.reached for each in every), fillvalue=0)
-    names = ("rounds", "drafts", "drafted", "accepted")
-    sums: Any = {name: sum(getattr(one, name) for one in every) for name in names}
-    stats = Statistics(**sums, reached=[*map(sum, reached)])
+    stats = summed(results)
     if draft == "auto":
-        sources = dict.fromkeys(name for each in every for name in each.sources)
-        draft = ", ".join(sources) or None
+        draft = ", ".join(stats.sources) or None
+    names = ("rounds", "drafts", "drafted", "accepted", "acceptance_rate")
     return {
         "draft": draft,
-        "seed": endings[0].result.seed,
-        **sums,
-        "acceptance_rate": stats.acceptance_rate,
-        "mean_accepted_length": stats.mean_accepted_length,
+        "seed": results[0].seed,
+        **{name: getattr(stats, name) for name in (*names, "mean_accepted_length")},
         "accepted_per_position": list(stats.accepted_per_position),
-        "drafter_faults": sum(len(each.drafter_faults) for each in every),
+        "drafter_faults": len(stats.drafter_faults),
     }
 
 
@@ -82,8 +67,8 @@ class Face:
         """Send new parts of a text, and tokens if their probabilities are wanted."""
         raise NotImplementedError
 
-    def end_text(self, choice: int, ending: Ending) -> None:
-        """End one text."""
+    def end_text(self, choice: int, job: Job) -> None:
+        """End one text, whose result the job has."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -10,10 +10,9 @@ from pydantic import AliasChoices, Field
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import invalid
-from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.apis.openai import CompletionFace, OpenAIBody
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.job import Token
+from mlx_speculation.server.job import Job, Token
 from mlx_speculation.server.request.content import (
     Content,
     TextBlock,
@@ -159,10 +158,10 @@ class ChatFace(CompletionFace):
         """Send the role."""
         self._chunk(choice, {"role": "assistant", "content": ""})
 
-    def _reason(self, ending: Ending) -> str:
-        if ending.called and not ending.cut:
-            return "tool_calls"
-        return super()._reason(ending)
+    def _reason(self, job: Job) -> str:
+        return (
+            "tool_calls" if job.parser.calls and not job.cut else super()._reason(job)
+        )
 
     def _logprobs(self, tokens: Sequence[Token]) -> Object:
         content = [

@@ -13,8 +13,9 @@ from pydantic import Field
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import MESSAGES, ApiError
-from mlx_speculation.server.apis.base import BlockFace, Ending, speculative
+from mlx_speculation.server.apis.base import BlockFace, speculative
 from mlx_speculation.server.config import Settings
+from mlx_speculation.server.job import Job
 from mlx_speculation.server.request.content import Content
 from mlx_speculation.server.request.models import Object, RequestModel
 from mlx_speculation.server.request.options import (
@@ -114,12 +115,12 @@ class MessagesFace(BlockFace):
         if self._open is not None:
             self._delta(self._open, "")
 
-    def end_text(self, choice: int, ending: Ending) -> None:
+    def end_text(self, choice: int, job: Job) -> None:
         """End the message."""
         self._closed()
-        stopped = _stopped(ending)
-        usage = _usage(ending.prompt_tokens, ending.cached_tokens, ending.tokens)
-        usage["speculative"] = speculative([ending], self._draft)
+        stopped, result = _stopped(job), job.result
+        usage = _usage(job.prompt_tokens, result.stats.reused, len(result.tokens))
+        usage["speculative"] = speculative([result], self._draft)
         self.answer = {**self._head, **stopped, "usage": usage}
         self._event("message_delta", delta=stopped, usage=usage)
         self._event("message_stop")
@@ -171,13 +172,15 @@ def _usage(prompt: int, cached: int = 0, output: int = 0) -> Object:
     }
 
 
-def _stopped(ending: Ending) -> Object:
+def _stopped(job: Job) -> Object:
     """Return the reason for the end of a message, and its stop text."""
-    reason = "end_turn"
-    if ending.cut:
-        reason = "model_context_window_exceeded" if ending.out_of_room else "max_tokens"
-    elif ending.called:
+    reason, most = "end_turn", job.request.options.get("max_tokens")
+    if job.cut:
+        reason = "max_tokens"
+        if most is None or len(job.result.tokens) < most:
+            reason = "model_context_window_exceeded"
+    elif job.parser.calls:
         reason = "tool_use"
-    elif ending.stop_text is not None:
+    elif job.stop_text is not None:
         reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": ending.stop_text}
+    return {"stop_reason": reason, "stop_sequence": job.stop_text}

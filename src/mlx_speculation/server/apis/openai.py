@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool
 
 from mlx_speculation import __version__
-from mlx_speculation.engine.stats import SourceCounts
+from mlx_speculation.engine.stats import SourceCounts, Statistics
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis.base import Ending, Face, speculative
+from mlx_speculation.server.apis.base import Face, speculative, summed
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.job import Token
+from mlx_speculation.server.job import Job, Token
 from mlx_speculation.server.request.models import Object, StrictModel
 from mlx_speculation.server.request.options import (
     Count,
@@ -156,7 +156,7 @@ class CompletionFace(Face):
             "system_fingerprint": FINGERPRINT,
         }
         self._choices: list[Object] = []  # the texts that have ended
-        self._endings: list[Ending] = []
+        self._jobs: list[Job] = []  # their jobs
         self._parts: list[Part] = []  # of the text that has not ended
         self._tokens: list[Token] = []
         self._sent = 0  # of these tokens
@@ -176,13 +176,13 @@ class CompletionFace(Face):
             self._piece(choice, part)
             self._parts.append(part)
 
-    def end_text(self, choice: int, ending: Ending) -> None:
+    def end_text(self, choice: int, job: Job) -> None:
         """Send the reason for the end of a text."""
-        reason = self._reason(ending)
+        reason = self._reason(job)
         self._chunk(choice, self.last, reason)
         whole = {self.fields[0]: self._whole(), "finish_reason": reason}
         self._choices.append(self._choice(choice, self._tokens, whole))
-        self._endings.append(ending)
+        self._jobs.append(job)
         self._parts, self._tokens, self._sent = [], [], 0
 
     def close(self) -> None:
@@ -216,8 +216,8 @@ class CompletionFace(Face):
             "text_offset": [each.start for each in tokens],
         }
 
-    def _reason(self, ending: Ending) -> str:
-        return str(ending.result.finish_reason)
+    def _reason(self, job: Job) -> str:
+        return str(job.result.finish_reason)
 
     def _said(self, kind: type[Text | Reasoning]) -> str:
         """Return the current text without its other parts."""
@@ -239,27 +239,27 @@ class CompletionFace(Face):
         return {**packet, "usage": None} if self._counts else packet
 
     def _usage(self) -> Object:
-        endings = self._endings
-        drafts: list[Any] = [each.result.stats for each in endings]
+        results = [each.result for each in self._jobs]
+        drafts: Statistics | SourceCounts = summed(results)
         # If the request has no prediction, all drafted tokens count as predicted.
         if "prediction" in self.request.options:
-            none = SourceCounts()
-            drafts = [each.sources.get("prediction", none) for each in drafts]
-        accepted = sum(each.accepted for each in drafts)
-        cached = sum(each.cached_tokens for each in endings)
-        prompt = sum(each.prompt_tokens for each in endings)
-        tokens = sum(each.tokens for each in endings)
+            drafts = summed(results).sources.get("prediction", SourceCounts())
+        # The texts of a prompt count it once, since only the first one reads it.
+        readers = self._jobs[:: self.request.count]
+        cached = sum(each.result.stats.reused for each in readers)
+        prompt = sum(each.prompt_tokens for each in readers)
+        tokens = sum(len(each.tokens) for each in results)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": tokens,
             "total_tokens": prompt + tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(each.reasoning_tokens for each in endings),
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": sum(e.drafted for e in drafts) - accepted,
+                "reasoning_tokens": sum(each.parser.reasoning for each in self._jobs),
+                "accepted_prediction_tokens": drafts.accepted,
+                "rejected_prediction_tokens": drafts.drafted - drafts.accepted,
             },
-            "speculative": speculative(endings, self._draft),
+            "speculative": speculative(results, self._draft),
         }
 
 

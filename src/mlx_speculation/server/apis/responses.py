@@ -14,8 +14,9 @@ from pydantic import BeforeValidator, Field
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis.base import BlockFace, Ending, speculative
+from mlx_speculation.server.apis.base import BlockFace, speculative
 from mlx_speculation.server.config import Settings
+from mlx_speculation.server.job import Job
 from mlx_speculation.server.request.content import (
     Content,
     TextBlock,
@@ -240,11 +241,11 @@ class ResponsesFace(BlockFace):
         """Repeat the event `in_progress`, since clients ignore comments."""
         self._event("in_progress", response=self._response("in_progress"))
 
-    def end_text(self, choice: int, ending: Ending) -> None:
+    def end_text(self, choice: int, job: Job) -> None:
         """End the response."""
-        status = "incomplete" if ending.cut else "completed"
+        status = "incomplete" if job.cut else "completed"
         self._closed(status)
-        self.answer = self._response(status, ending)
+        self.answer = self._response(status, job)
         self._event(status, response=self.answer)
 
     def failed(self, error: ApiError) -> None:
@@ -254,21 +255,24 @@ class ResponsesFace(BlockFace):
         response["error"] = {"code": code or error.type, "message": error.message}
         self._event("failed", response=response)
 
-    def _response(self, status: str, ending: Ending | None = None) -> Object:
+    def _response(self, status: str, job: Job | None = None) -> Object:
         """Return the response as it is now."""
         response = {**self._head, "status": status, "output": self._blocks}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        if ending is not None:
+        if job is not None:
             response["completed_at"] = int(time.time())
-            cached = {"cached_tokens": ending.cached_tokens, "cache_write_tokens": 0}
+            cached, tokens = job.result.stats.reused, len(job.result.tokens)
             response["usage"] = {
-                "input_tokens": ending.prompt_tokens,
-                "input_tokens_details": cached,
-                "output_tokens": ending.tokens,
-                "output_tokens_details": {"reasoning_tokens": ending.reasoning_tokens},
-                "total_tokens": ending.prompt_tokens + ending.tokens,
-                "speculative": speculative([ending], self._draft),
+                "input_tokens": job.prompt_tokens,
+                "input_tokens_details": {
+                    "cached_tokens": cached,
+                    "cache_write_tokens": 0,
+                },
+                "output_tokens": tokens,
+                "output_tokens_details": {"reasoning_tokens": job.parser.reasoning},
+                "total_tokens": job.prompt_tokens + tokens,
+                "speculative": speculative([job.result], self._draft),
             }
         return response
 
