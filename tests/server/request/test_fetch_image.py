@@ -17,9 +17,8 @@ import pytest
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.config import Limits, Settings
-from mlx_speculation.server.request import fetch_image as fetching
-from mlx_speculation.server.request.fetch_image import fetch_image, is_public
-from mlx_speculation.server.request.images import image_part
+from mlx_speculation.server.request import images as fetching
+from mlx_speculation.server.request.images import fetch_image, image_part, is_public
 
 BODY = bytes(range(256)) * 8
 LIMITS = Limits(image_bytes=4096, fetch_seconds=5.0)

@@ -7,7 +7,6 @@
     transcript      messages of a chat in one form, put in order
     tools           tools and which of them have to be called
     images          pictures of data URLs, files and fetched URLs, within limits
-    fetch_image     the bytes behind a URL, if fetching is switched on
 
 These modules do not depend on connections, threads, models or chat templates.
 """
