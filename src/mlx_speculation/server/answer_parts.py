@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import AliasChoices, Field
 
+from mlx_speculation.server.request.content import Arguments
 from mlx_speculation.server.request.models import Loose, RequestModel
-from mlx_speculation.server.request.transcript import Arguments
 
 LOG = logging.getLogger("mlx_speculation.server")
 _NAME = re.compile(r"[\w.:/-]+")

@@ -23,16 +23,14 @@ from mlx_speculation.server.answer_parts import (
     joined,
     read_calls,
 )
-from mlx_speculation.server.api_errors import as_api_error, invalid, late
+from mlx_speculation.server.api_errors import as_api_error, invalid, unavailable
 from mlx_speculation.server.apis.base import Face
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
-from mlx_speculation.server.job import ClientLeftError, Job, Piece
+from mlx_speculation.server.job import Job, Piece
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.request.images import opened
 from mlx_speculation.server.request.options import TextOptions
-from mlx_speculation.server.request.request import Chat, GenerationRequest
-from mlx_speculation.server.request.transcript import parts_of
 from mlx_speculation.server.schemas.constraint import AfterThinking
 from mlx_speculation.server.schemas.tool_calls import call_grammar
 
@@ -68,26 +66,28 @@ class Answering:
         def counted() -> int:
             chat = body.request(self._settings).chat
             assert chat is not None
-            return len(self._template.rendered(_without_images(chat)))
+            return len(self._template.rendered(chat))
 
         return await in_thread(counted)
 
     async def _send(
         self, face: Face, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        texts, jobs = face.request.texts(), list[Job]()
+        request, jobs = face.request, list[Job]()
+        count = request.count * max(1, len(request.prompts))
         with ExitStack() as stack:
             try:
-                for text in texts:
-                    jobs.append(await self._submitted(text, stack))
+                for index in range(count):
+                    job = Job(request, self._settings.limits.seconds, index)
+                    await self._submit(job, stack)
+                    jobs.append(job)
             except asyncio.CancelledError:
-                left = len(texts) - len(jobs)
-                self._metrics.add("requests_cancelled", count=left)
+                self._metrics.add("requests_cancelled", count=count - len(jobs))
                 raise
             while await jobs[0].next(POLL_SECONDS, self._worker.check_alive) is None:
                 pass
             events = self._events(face, jobs)
-            if face.request.stream:
+            if request.stream:
                 stream = self._stream(face, events)
                 response = StreamingResponse(stream, 200, HEADERS, "text/event-stream")
                 await response.stream_response(send)
@@ -97,9 +97,8 @@ class Answering:
         whole = Response(json.dumps(face.answer), media_type="application/json")
         await whole(scope, receive, send)
 
-    async def _submitted(self, request: GenerationRequest, stack: ExitStack) -> Job:
+    async def _submit(self, job: Job, stack: ExitStack) -> None:
         """Prepare and submit one text; closing `stack` cancels the text."""
-        job = Job(request, self._settings.limits.seconds)
         self._worker.take()
         stack.callback(job.cancel)
         try:
@@ -107,24 +106,20 @@ class Answering:
         except BaseException:
             self._worker.done()
             raise
-        self._worker.submit(job)
-        return job
+        self._worker.arrived.put(job)
 
     def _prepare(self, job: Job, stack: ExitStack) -> None:
         """Set the prompt, parser and constraint of a text."""
         request, chat, template = job.request, job.request.chat, self._template
         state, machine, known = NORMAL, None, tuple[dict[str, Any], ...]()
         if chat is None:
-            assert request.prompt is not None
-            job.prompt = self._worker.main.generator.encode(request.prompt)
+            job.prompt = self._worker.main.generator.encode(job.given)
         else:
-            tokens = template.rendered(_without_images(chat))
+            tokens = template.rendered(chat)
             state, known = template.state_after(tokens), (*chat.tools, *chat.deferred)
             machine = template.machine(bool(known))
-            if chat.images:
-                images = opened(chat.images, self._settings)
-                job.request = replace(request, chat=replace(chat, images=images))
-            else:
+            job.images = opened(chat.images, self._settings)
+            if not job.images:
                 job.prompt = tokens
         field = "messages" if chat else "prompt"
         self._worker.main.check_length(len(job.prompt), field)
@@ -137,7 +132,9 @@ class Answering:
         """Return the constraint of a text and its thinking; None: no constraint."""
         request, worker, tokenizer = job.request, self._worker, self._tokenizer
         wanted: Any = request.schema
+        field = "thinking" if wanted is None else "response_format"
         if request.calls is not None:
+            field = "tool_choice"
             parser, marks = self._template.tool_parser, self._template.call_marks
             wanted = call_grammar(request.calls, tokenizer, parser, marks)
         inner = None
@@ -146,9 +143,9 @@ class Answering:
             def check() -> None:
                 worker.check_alive()
                 if job.cancelled:
-                    raise ClientLeftError
+                    raise unavailable("The client went away.")
                 if job.late:
-                    raise late(self._settings.limits.seconds, began=False)
+                    raise job.late
 
             inner = worker.schemas.compile(wanted, tokenizer, check)
             stack.callback(inner.close)
@@ -167,7 +164,7 @@ class Answering:
             raise invalid(
                 "The model thinks before it answers, and its tokenizer has no mark for "
                 "the end of thinking. Switch thinking off.",
-                request.constrained or "thinking",
+                field,
             )
         return AfterThinking(mark, self._token_ids, inner=inner, budget=budget)
 
@@ -220,15 +217,6 @@ class Answering:
             return None
         text = tokenizer.decode(tokens)
         return min((one for one in stops if one in text), key=text.find, default=None)
-
-
-def _without_images(chat: Chat) -> Chat:
-    """Return a chat without its images, for `ChatTemplate.rendered`."""
-    contents = [parts_of(message["content"]) for message in chat.messages]
-    texts = ["".join(part.get("text", "") for part in parts) for parts in contents]
-    pairs = zip(chat.messages, texts, strict=True)
-    messages = tuple({**message, "content": text} for message, text in pairs)
-    return replace(chat, messages=messages, images=())
 
 
 async def in_thread(act: Callable[[], T]) -> T:

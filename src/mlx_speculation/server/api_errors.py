@@ -79,15 +79,6 @@ def unavailable(message: str, *, retry: bool | None = True) -> ApiError:
     return ApiError(503, message, code="unavailable", retry=retry)
 
 
-def late(seconds: float, *, began: bool) -> ApiError:
-    """Return the error for a late request; `began`: its prompt was partly read."""
-    if began:
-        text = f"The answer took more than {seconds:g} seconds. Ask for fewer tokens."
-        return ApiError(504, text, code="timeout", retry=False)
-    text = f"The request has waited for {seconds:g} seconds. Try again later."
-    return ApiError(503, text, code="queue_timeout", retry=True)
-
-
 def as_api_error(error: BaseException) -> ApiError:
     """Return the error that a client gets for an exception."""
     if isinstance(error, ApiError):

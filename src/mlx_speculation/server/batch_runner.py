@@ -17,7 +17,7 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.models import position_table
-from mlx_speculation.server.api_errors import ApiError, as_api_error, invalid, late
+from mlx_speculation.server.api_errors import ApiError, as_api_error, invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job, Piece, Token
 from mlx_speculation.server.metrics import Metrics
@@ -96,9 +96,8 @@ class Rows:
             for uid, job in tuple(self._jobs.items()):
                 if job.cancelled:
                     self._metrics.add("requests_cancelled")
-                elif job.late:
-                    began = bool(job.reading or job.began)
-                    job.put(late(self._settings.limits.seconds, began=began))
+                elif error := job.late:
+                    job.put(error)
                 else:
                     continue
                 self._let_go(uid)
@@ -118,7 +117,7 @@ class Rows:
         self._batch.close()
 
     def _options(self, job: Job, length: int) -> StreamKeywords:
-        tokenizer, sampling = self.generator.tokenizer, job.request.sampling
+        tokenizer, sampling = self.generator.tokenizer, job.sampling
         if sampling.xtc_probability:
             line = tokenizer.encode("\n", add_special_tokens=False)
             ends = [int(token) for token in (*line, *tokenizer.eos_token_ids)]

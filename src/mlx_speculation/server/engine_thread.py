@@ -77,10 +77,10 @@ class Worker:
         self._rows_of = partial(
             Rows, settings=settings, metrics=metrics, done=self.done
         )
-        self._arrived: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.arrived: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.taken = 0  # requests that have not ended
         self._lock = threading.Lock()
-        self._closed: str | None = None
+        self.closed: str | None = None  # why new requests are refused
         self.schemas = SchemaCompilers(settings.limits)
         self.loaded: Future[None] = Future()  # done once loaded, or has the error
         self._stop = False
@@ -93,7 +93,7 @@ class Worker:
     @property
     def ready(self) -> bool:
         """True if requests are accepted."""
-        return self._closed is None and self.loaded.done() and self.alive
+        return self.closed is None and self.loaded.done() and self.alive
 
     @property
     def alive(self) -> bool:
@@ -111,21 +111,17 @@ class Worker:
         try:
             return self._rows[None, False]
         except KeyError as error:
-            raise unavailable(self._closed or "The engine is not ready.") from error
-
-    def refuse(self, why: str) -> None:
-        """Refuse new requests."""
-        self._closed = why
+            raise unavailable(self.closed or "The engine is not ready.") from error
 
     def take(self) -> None:
-        """Count a new request, for which the caller has to call `submit` or `done`.
+        """Count a new request, which the caller has to put in `arrived`, or `done`.
 
         Raise ApiError if there are too many, or the engine does not run.
         """
         most = self._settings.max_rows + self._settings.limits.queue
         with self._lock:
             if not self.ready:
-                raise unavailable(self._closed or "The engine is not ready.")
+                raise unavailable(self.closed or "The engine is not ready.")
             if self.taken >= most:
                 raise ApiError(
                     429,
@@ -136,10 +132,6 @@ class Worker:
                 )
             self.taken += 1
 
-    def submit(self, job: Job) -> None:
-        """Queue an accepted request."""
-        self._arrived.put(job)
-
     def done(self) -> None:
         """Stop counting a request that has ended, or is not submitted after `take`."""
         with self._lock:
@@ -148,7 +140,7 @@ class Worker:
     def check_alive(self) -> None:
         """Raise if the engine cannot answer any more."""
         if not self.alive:
-            raise unavailable(self._closed or "The engine has failed.", retry=None)
+            raise unavailable(self.closed or "The engine has failed.", retry=None)
 
     def end(self, seconds: float) -> bool:
         """Ask the thread to end, and return whether it has ended.
@@ -196,7 +188,7 @@ class Worker:
         wait = 0.0 if any(map(len, self._rows.values())) else IDLE_SECONDS
         while True:
             try:
-                job = self._arrived.get(timeout=wait)
+                job = self.arrived.get(timeout=wait)
             except queue.Empty:
                 return
             try:
@@ -211,7 +203,7 @@ class Worker:
 
     def _insert(self, job: Job) -> None:
         request, main = job.request, self.main.generator
-        draft, chat = request.draft, request.chat
+        draft = request.draft
         if draft is None and request.options.get("prediction") and main.draft is None:
             draft = "lookup"
         # If the main generator is in exact mode, all generators are.
@@ -219,15 +211,15 @@ class Worker:
         if key not in self._rows:
             self._rows[key] = self._rows_of(_beside(main, *key, self._prefixes))
         rows, ids = self._rows[key], job.prompt
-        if chat is None or not chat.images:
-            if not isinstance(request.prompt, list):  # the prompt is text
+        if request.chat is None or not job.images:
+            if not isinstance(job.given, list):  # the prompt is text
                 ids = rows.generator.replayed(ids)
             rows.insert(job, ids, len(ids))
             return
         model: Any = rows.generator.model
-        messages, args = self.template.fit(chat)
+        messages, args = self.template.fit(request.chat)
         try:
-            prompt = model.image_prompt(messages, chat.images, args)
+            prompt = model.image_prompt(messages, job.images, args)
         except Exception as error:  # a template may raise any error
             raise refused(error) from error
         rows.check_length(len(prompt.tokens), "messages")
@@ -235,10 +227,10 @@ class Worker:
 
     def _leave(self) -> None:
         """End all requests, and free the arrays of this thread."""
-        self._closed = self._closed or "The engine has failed."
-        end = unavailable(self._closed)
-        while not self._arrived.empty():
-            self._arrived.get().put(end)
+        self.closed = self.closed or "The engine has failed."
+        end = unavailable(self.closed)
+        while not self.arrived.empty():
+            self.arrived.get().put(end)
             self.done()
         for rows in self._rows.values():
             rows.end(end)

@@ -12,9 +12,10 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mlx_speculation.samplers import derived_seed
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.request.request import GenerationRequest
 
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("mlx_speculation.server")
 # The engine ends late requests between rounds; a connection waits this much longer.
 OVERDUE_SECONDS = 10.0
-
-
-class ClientLeftError(Exception):
-    """The client has closed its connection before its answer was complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +53,26 @@ Event = int | Piece
 
 
 class Job:
-    """One text, which has to be complete within `seconds`."""
+    """The text `index` of a request, which has to be complete within `seconds`."""
 
     parser: "AnswerParser"  # divides the answer; set once the prompt is known
     texts: Any = None  # `TokenTexts`, if probabilities are asked for
     result: "Result"  # set at the end, as is `stop_text`
     stop_text: str | None = None  # the stop text that has ended the text
 
-    def __init__(self, request: GenerationRequest, seconds: float) -> None:
-        self.request = request
+    def __init__(
+        self, request: GenerationRequest, seconds: float, index: int = 0
+    ) -> None:
+        self.request, self.sampling = request, request.sampling
+        if self.sampling.seed is not None:
+            seed = derived_seed(self.sampling.seed, index)
+            self.sampling = replace(self.sampling, seed=seed)
+        # Of a completion: a text or token ids; None: a chat
+        self.given: Any = next(iter(request.prompts[index // request.count :]), None)
+        self.images: tuple[Any, ...] = ()  # pictures of a chat
         self.prompt: list[int] = []  # token ids; the engine makes prompts with images
         self.constraint: Constraint | None = None
-        self.arrived = time.monotonic()
-        self.deadline = self.arrived + seconds
+        self.arrived, self._seconds = time.monotonic(), seconds
         self.began: float | None = None  # time of the first token
         self.reading: float | None = None  # time when the first prompt tokens were read
         self.prompt_tokens = self._read = 0
@@ -78,9 +82,18 @@ class Job:
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     @property
-    def late(self) -> bool:
-        """True past the deadline."""
-        return time.monotonic() > self.deadline
+    def late(self) -> ApiError | None:
+        """The error of a job that takes too long; None: it has time left."""
+        seconds = self._seconds
+        if time.monotonic() <= self.arrived + seconds:
+            return None
+        if self.reading or self.began:
+            text = (
+                f"The answer took more than {seconds:g} seconds. Ask for fewer tokens."
+            )
+            return ApiError(504, text, code="timeout", retry=False)
+        text = f"The request has waited for {seconds:g} seconds. Try again later."
+        return ApiError(503, text, code="queue_timeout", retry=True)
 
     @property
     def cut(self) -> bool:
@@ -114,7 +127,7 @@ class Job:
         except ApiError:
             if self._events.empty():  # else the events that are left come first
                 raise
-        if time.monotonic() > self.deadline + OVERDUE_SECONDS:
+        if time.monotonic() > self.arrived + self._seconds + OVERDUE_SECONDS:
             LOG.error("the engine does not answer")
             raise ApiError(504, "The engine does not answer.", code="timeout")
         try:

@@ -99,7 +99,7 @@ class Server:
         if self._engine_ended is not None:
             return self._engine_ended
         self._engine_ended = False
-        self.worker.refuse("The server is shutting down.")
+        self.worker.closed = "The server is shutting down."
         end = time.monotonic() + grace
         while self.worker.taken and time.monotonic() < end:
             time.sleep(POLL_SECONDS)

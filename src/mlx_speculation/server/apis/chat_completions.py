@@ -14,6 +14,7 @@ from mlx_speculation.server.apis.openai import CompletionFace, OpenAIBody
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job, Token
 from mlx_speculation.server.request.content import (
+    Called,
     Content,
     TextBlock,
     ThinkingBlock,
@@ -23,7 +24,7 @@ from mlx_speculation.server.request.models import Loose, Object, RequestModel
 from mlx_speculation.server.request.options import Natural, Switch, thinking
 from mlx_speculation.server.request.request import GenerationRequest
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
-from mlx_speculation.server.request.transcript import Arguments, Conversation
+from mlx_speculation.server.request.transcript import Conversation
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Keywords of `apply_chat_template` that a request may not set: a client's own template
@@ -45,32 +46,16 @@ class Prediction(RequestModel):
     content: Content
 
 
-class CalledFunction(RequestModel):
-    """The function, or the custom tool, of a tool call in the history."""
-
-    name: str
-    arguments: Arguments = Field({})
-
-    @classmethod
-    def check_names(cls, values: Object) -> None:
-        """Take the text for a custom tool as the argument "input"."""
-        if "input" in values:
-            values["arguments"] = {"input": str(values["input"])}
-
-
 class ToolCallBody(RequestModel):
     """A tool call in the history."""
 
     id: Loose = ""
-    function: CalledFunction = Field(
-        validation_alias=AliasChoices("function", "custom")
-    )
+    function: Called = Field(validation_alias=AliasChoices("function", "custom"))
 
     def block(self, place: int) -> UseBlock:
         """Return the call as a block; `place` stands for a missing id."""
         name, given = self.function.name, self.function.arguments
-        id = self.id or f"call_{place}"
-        return UseBlock(type="tool_use", id=id, name=name, input=given)
+        return UseBlock(id=self.id or f"call_{place}", name=name, input=given)
 
 
 class ChatMessage(RequestModel):
@@ -86,18 +71,13 @@ class ChatMessage(RequestModel):
 
     def add_to(self, conversation: Conversation, where: str) -> None:
         """Add this message, with the reasoning and the calls of an earlier answer."""
-        match self.role:
-            case "user":
-                conversation.user(self.content, where, self.name)
-            case "tool":
-                conversation.result(self.tool_call_id, self.content, where, self.name)
-            case "assistant":
-                thought = self.reasoning_content or self.reasoning
-                said = [*self.content, ThinkingBlock(type="thinking", thinking=thought)]
-                said += [each.block(i) for i, each in enumerate(self.tool_calls)]
-                conversation.assistant(said, where)
-            case _:
-                conversation.system(self.content, where)
+        said = [*self.content]
+        if self.role == "assistant":
+            thought = self.reasoning_content or self.reasoning
+            said.append(ThinkingBlock(thinking=thought))
+            said += [each.block(i) for i, each in enumerate(self.tool_calls)]
+        more = {"name": self.name, "call": self.tool_call_id}
+        conversation.add(self.role, said, where, **more)
 
 
 class ChatBody(OpenAIBody):

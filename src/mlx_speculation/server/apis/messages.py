@@ -64,10 +64,9 @@ class CountBody(TextOptions):
         toolbox, choice = Toolbox(self.tools), self.tool_choice
         tools, calls = toolbox.chosen(choice)
         conversation = Conversation(settings, "\n", toolbox.deferred)
-        conversation.system(self.system, "system")
+        conversation.add("system", self.system, "system")
         for i, message in enumerate(self.messages):
-            add = getattr(conversation, message.role)
-            add(message.content, f"messages[{i}].content")
+            conversation.add(message.role, message.content, f"messages[{i}].content")
         args, budget = thinking(self.thinking, effort=self.output_config.effort)
         return generation(
             self,

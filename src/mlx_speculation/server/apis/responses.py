@@ -18,6 +18,7 @@ from mlx_speculation.server.apis.base import BlockFace, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job
 from mlx_speculation.server.request.content import (
+    Called,
     Content,
     TextBlock,
     ThinkingBlock,
@@ -34,7 +35,7 @@ from mlx_speculation.server.request.options import (
 )
 from mlx_speculation.server.request.request import GenerationRequest
 from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox, flat
-from mlx_speculation.server.request.transcript import Arguments, Conversation
+from mlx_speculation.server.request.transcript import Conversation
 
 STATEFUL = {  # fields that refer to stored objects, with their error codes
     "previous_response_id": "previous_response_not_found",
@@ -66,27 +67,18 @@ class MessageItem(RequestModel):
     content: Content = Field([])
 
 
-class CallItem(RequestModel):
+class CallItem(Called):
     """A call of a function or of a custom tool."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: str
-    name: str
     namespace: Loose = ""
-    arguments: Arguments = Field({})
-
-    @classmethod
-    def check_names(cls, values: Object) -> None:
-        """Take the text for a custom tool as the argument "input"."""
-        if values.get("type") == "custom_tool_call":
-            values["arguments"] = {"input": str(values.get("input", ""))}
 
     @property
     def block(self) -> UseBlock:
         """The call under its flat name."""
         name = flat(self.name, self.namespace)
-        given = self.arguments
-        return UseBlock(type="tool_use", id=self.call_id, name=name, input=given)
+        return UseBlock(id=self.call_id, name=name, input=self.arguments)
 
 
 class OutputItem(RequestModel):
@@ -177,27 +169,27 @@ class ResponsesBody(TextOptions):
 
 def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
     conversation, thoughts = Conversation(settings, "\n"), list[ThinkingBlock]()
-    conversation.system(body.instructions, "instructions")
+    conversation.add("system", body.instructions, "instructions")
     for i, item in enumerate(body.input):
         where = f"input[{i}].content"
         match item:
-            case MessageItem(role="system" | "developer"):
-                conversation.system(item.content, where)
-            case MessageItem(role="user"):
-                conversation.user(item.content, where)
-                thoughts = []  # drops the reasoning of an answer that was cut
-            case OutputItem():
-                conversation.result(item.call_id, item.output, f"input[{i}].output")
+            case OutputItem(call_id=call):
+                conversation.add("tool", item.output, f"input[{i}].output", call=call)
             case ReasoningItem():
                 thoughts += [
-                    ThinkingBlock(type="thinking", thinking=each.text)
+                    ThinkingBlock(thinking=each.text)
                     for each in item.content or item.summary
                     if isinstance(each, TextBlock)
                 ]
-            case _:
+            case CallItem() | MessageItem(role="assistant"):
                 said = [item.block] if isinstance(item, CallItem) else item.content
-                conversation.assistant([*said, *thoughts], where, join=True)
+                said = [*said, *thoughts]
+                conversation.add("assistant", said, where, join=True)
                 thoughts = []
+            case _:
+                conversation.add(item.role, item.content, where)
+                if item.role == "user":  # drops the reasoning of an answer that was cut
+                    thoughts = []
     return conversation
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_speculation.server.request.transcript import Message, joined, parts_of
+from mlx_speculation.server.request.transcript import Message, joined, text_of
 
 # Renders messages and tools; raises the errors of the template.
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
@@ -148,8 +148,8 @@ def _taking_turns(messages: Sequence[Message]) -> list[Message]:
             turns += [{"role": "user", "content": ""}, message]
         elif role == "user" and before["role"] == "tool":
             # After a result only the model may speak.
-            said = "".join(p.get("text", "") for p in parts_of(message["content"]))
-            turns[-1] = joined(before, {"content": said}, "\n\n")
+            said = {"content": text_of(message["content"])}
+            turns[-1] = joined(before, said, "\n\n")
         else:
             turns.append(message)
     return turns

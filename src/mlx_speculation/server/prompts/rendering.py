@@ -4,6 +4,7 @@ This module imports mlx-lm's whole server.
 """
 
 import threading
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlx_speculation.server.answer_parts import NORMAL, REASONING
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.prompts.fitted import Traits, fitted, probed
 from mlx_speculation.server.request.request import Chat
-from mlx_speculation.server.request.transcript import Message
+from mlx_speculation.server.request.transcript import Message, text_of
 
 # Encoding a chat with more characters takes seconds; other chats do not wait for it.
 LONG_CHAT = 300_000
@@ -57,11 +58,14 @@ class ChatTemplate:
         return self._with_calls if tools else self._plain
 
     def rendered(self, chat: Chat) -> list[int]:
-        """Return the token ids of a chat without images; ApiError: it is refused."""
-        long, tokenizer = len(repr(chat.messages)) > LONG_CHAT, self._tokenizer
+        """Return the token ids of a chat without its images; raise `refused`."""
+        texts = [
+            {**each, "content": text_of(each["content"])} for each in chat.messages
+        ]
+        long, tokenizer = len(repr(texts)) > LONG_CHAT, self._tokenizer
         try:
             with self._lock_of_long if long else self._lock:
-                messages, args = self.fit(chat)
+                messages, args = self.fit(replace(chat, messages=tuple(texts)))
                 if not self._has_template:
                     return list(tokenizer.encode(convert_chat(messages)))
                 args["add_generation_prompt"] = True

@@ -3,12 +3,19 @@
 Blocks of a provider's own servers become empty texts: other blocks keep their index.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from mlx_speculation.server.request.models import Loose, Object, RequestModel
+from mlx_speculation.json_files import JsonFlawError, parse_json
+from mlx_speculation.server.request.models import (
+    DEEPEST,
+    Loose,
+    Object,
+    RequestModel,
+)
 
 EMPTY = {"type": "text", "text": ""}
 DROPPED = (
@@ -32,6 +39,21 @@ def _block(given: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**EMPTY, "text": given.get("content") or ""}
     dropped = kind in DROPPED or kind.endswith("_tool_result")
     return EMPTY if dropped else given
+
+
+def _arguments(given: Any) -> Any:
+    """Return the arguments of an earlier call as an object, empty if there are none."""
+    if not isinstance(given, str):
+        return given
+    try:
+        read = parse_json(given, deepest=DEEPEST) if given.strip() else None
+        json.dumps(read, ensure_ascii=False).encode()
+    except (JsonFlawError, UnicodeEncodeError) as error:
+        raise ValueError(f"it {error}") from error
+    return {} if read is None else read
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
 
 
 class TextBlock(RequestModel):
@@ -91,14 +113,27 @@ class DocumentBlock(RequestModel):
 class ThinkingBlock(RequestModel):
     """Reasoning of an earlier turn."""
 
-    type: Literal["thinking"]
+    type: Literal["thinking"] = "thinking"
     thinking: str = ""
+
+
+class Called(RequestModel):
+    """The function, or the custom tool, of a call in the history."""
+
+    name: str
+    arguments: Arguments = Field({})
+
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Take the text for a custom tool as the argument "input"."""
+        if "input" in values:
+            values["arguments"] = {"input": str(values["input"])}
 
 
 class UseBlock(RequestModel):
     """A tool call."""
 
-    type: Literal["tool_use"]
+    type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
     input: Object = Field({})

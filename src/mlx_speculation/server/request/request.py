@@ -1,11 +1,11 @@
 """One request in the form that all APIs share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_speculation.engine.options import StreamKeywords
-from mlx_speculation.samplers import Sampling, derived_seed
+from mlx_speculation.samplers import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Chat:
     tools: tuple[dict[str, Any], ...] = ()  # shown to the model, in OpenAI's form
     deferred: tuple[dict[str, Any], ...] = ()  # described in a message
     template_args: dict[str, Any] = field(default_factory=dict)
-    images: tuple[Any, ...] = ()  # bytes of files, later pictures; ordered as the parts
+    images: tuple[bytes, ...] = ()  # files, ordered as the parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,25 +40,3 @@ class GenerationRequest:
     thinking_budget: int | None = None  # maximum tokens of thinking; None: any number
     draft: str | None = None  # name of the draft; None: that of the server
     exact: bool = False  # exact mode: no draft may change a bit
-
-    @property
-    def prompt(self) -> str | list[int] | None:
-        """The prompt of one text of a completion; None: a chat."""
-        return self.prompts[0] if self.prompts else None
-
-    @property
-    def constrained(self) -> str:
-        """The name of the field that constrains the text; empty: none does."""
-        if self.calls is not None:
-            return "tool_choice"
-        return "" if self.schema is None else "response_format"
-
-    def texts(self) -> list["GenerationRequest"]:
-        """Return a request for each text, with a seed of its own, in order."""
-        prompts: list[Any] = [(each,) for each in self.prompts] or [()]
-        seed, requests = self.sampling.seed, []
-        for index, prompt in enumerate(p for p in prompts for _ in range(self.count)):
-            own_seed = None if seed is None else derived_seed(seed, index)
-            sampling = replace(self.sampling, seed=own_seed)
-            requests.append(replace(self, prompts=prompt, count=1, sampling=sampling))
-        return requests

@@ -9,11 +9,8 @@ images    of results are put in a user turn after the results
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator
-
-from mlx_speculation.json_files import JsonFlawError, parse_json
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.content import (
@@ -28,7 +25,6 @@ from mlx_speculation.server.request.content import (
     UseBlock,
 )
 from mlx_speculation.server.request.images import image_part
-from mlx_speculation.server.request.models import DEEPEST
 from mlx_speculation.server.request.request import Chat
 from mlx_speculation.server.request.tools import Tool
 
@@ -40,21 +36,6 @@ REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 # A client's line for its billing, with values that change with every request.
 BILLING = re.compile(r"\Ax-anthropic-[\w-]+:[^\n]*\n*")
 IMAGE_NOTE = "[An image, which this model cannot see.]"
-
-
-def _arguments(given: Any) -> Any:
-    """Return the arguments of an earlier call as an object, empty if there are none."""
-    if not isinstance(given, str):
-        return given
-    try:
-        read = parse_json(given, deepest=DEEPEST) if given.strip() else None
-        json.dumps(read, ensure_ascii=False).encode()
-    except (JsonFlawError, UnicodeEncodeError) as error:
-        raise ValueError(f"it {error}") from error
-    return {} if read is None else read
-
-
-Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
 
 
 class Conversation:
@@ -77,55 +58,43 @@ class Conversation:
         self._results: list[tuple[Message, list[Part]]] = []  # with images, unsorted
         self._reminds = False  # whether the last turn holds reminders only
 
-    def system(self, blocks: Blocks, where: str) -> None:
-        """Add the first or a later system message, without a client's billing line."""
-        parts, _ = self._read("system", blocks, where)
-        texts = [BILLING.sub("", part.get("text", "")) for part in parts]
-        between = "\n\n" if self._between else ""
-        text = between.join(text for text in texts if text)
-        if text and (self._turns or self._results):
-            self._add("user", REMINDER.format(text), join=True, reminds=True)
-        elif text:
-            self._system.append(text)
-
-    def user(self, blocks: Blocks, where: str, name: str = "") -> None:
-        """Add a turn of the user: the results of tools first."""
-        parts, _ = self._read("user", blocks, where)
-        said = self._content(parts)
-        if said or not any(isinstance(each, ResultBlock) for each in blocks):
-            self._add("user", said, name=name)
-
-    def assistant(
+    def add(
         self,
+        role: str,
         blocks: Blocks,
         where: str,
         *,
+        name: str = "",  # of the user or the tool
+        call: str = "",  # the id of the call whose result a tool gives
+        failed: bool = False,  # whether that call has failed
         join: bool = False,  # to the message before, if that is the model's too
     ) -> None:
-        """Add a turn of the model: texts, thinking and calls."""
-        parts, more = self._read("assistant", blocks, where)
-        said = "".join(part.get("text", "") for part in parts)
-        self._add("assistant", said, join=join, between=self._between, **more)
-
-    def result(
-        self,
-        call: str,
-        blocks: Blocks,
-        where: str,
-        name: str = "",
-        *,
-        failed: bool = False,
-    ) -> None:
-        """Add the result of a tool."""
-        parts, _ = self._read("tool", blocks, where)
-        images = [part for part in parts if part["type"] == "image"]
-        texts = [part["text"] for part in parts if part.get("text")]
-        if failed and not texts:
-            texts = ["Error"]
-        between, empty = ("\n", "The image follows.") if images else (self._between, "")
-        said = between.join(texts) or empty
-        message = _message("tool", said, tool_call_id=call, name=name)
-        self._results.append((message, images))
+        """Add a message; other roles than user, assistant and tool are the system."""
+        parts, more = self._read(role, blocks, where)
+        match role:
+            case "user":
+                said = self._content(parts)
+                if said or not any(isinstance(each, ResultBlock) for each in blocks):
+                    self._add("user", said, name=name)
+            case "assistant":
+                said, between = text_of(parts), self._between
+                self._add("assistant", said, join=join, between=between, **more)
+            case "tool":
+                images = [part for part in parts if part["type"] == "image"]
+                texts = [part["text"] for part in parts if part.get("text")]
+                texts = (
+                    texts or ["Error"] * failed or ["The image follows."][: len(images)]
+                )
+                said = ("\n" if images else self._between).join(texts)
+                message = _message("tool", said, tool_call_id=call, name=name)
+                self._results.append((message, images))
+            case _:
+                texts = [BILLING.sub("", part.get("text", "")) for part in parts]
+                text = ("\n\n" if self._between else "").join(filter(None, texts))
+                if text and (self._turns or self._results):
+                    self._add("user", REMINDER.format(text), join=True, reminds=True)
+                elif text:
+                    self._system.append(text)
 
     def chat(self, tools: Sequence[Tool], template_args: dict[str, Any]) -> Chat:
         """Return all messages in order, with the images of their parts."""
@@ -167,8 +136,8 @@ class Conversation:
                             "before it has that id.",
                             place,
                         )
-                    content, failed = block.content, block.is_error
-                    self.result(call, content, f"{place}.content", failed=failed)
+                    given = {"call": call, "failed": block.is_error}
+                    self.add("tool", block.content, f"{place}.content", **given)
                 case _, ImageBlock() if role != "tool" or self._settings.reads_images:
                     part = image_part(block.url, place, self._settings, self._images)
                     self._images += 1
@@ -251,6 +220,11 @@ def joined(first: Message, second: Message, between: str = "\n") -> Message:
     added = first.keys() & second.keys() & {"reasoning_content", "tool_calls"}
     sums = {name: first[name] + second[name] for name in added}
     return {**first, **second, "content": content, **sums}
+
+
+def text_of(content: Content) -> str:
+    """Return a content without its images."""
+    return "".join(part.get("text", "") for part in parts_of(content))
 
 
 def parts_of(content: Content) -> list[Part]:
