@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation.cli.commands.serve import agent_lines
-from mlx_speculation.server.request.request import GenerationRequest
+from mlx_speculation.server.request.options import GenerationRequest
 from support.processes.scripted_servers import call, scripted
 
 pytestmark = pytest.mark.slow

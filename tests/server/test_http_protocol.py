@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from mlx_speculation.server import Server
-from mlx_speculation.server.middleware import Gate
+from mlx_speculation.server.http_protocol import Gate
 from mlx_speculation.server.routes import Api
 from support.processes.servers import answer_on, connect, exchange, packet, serving
 from support.processes.wait_until import until

@@ -26,8 +26,8 @@ from mlx_speculation.server import Server, Settings, engine_thread
 from mlx_speculation.server import job as jobs
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.engine_thread import Worker
-from mlx_speculation.server.middleware import check_permission
-from mlx_speculation.server.request.request import GenerationRequest
+from mlx_speculation.server.http_protocol import check_permission
+from mlx_speculation.server.request.options import GenerationRequest
 from support.models.position_tables import TABLES, with_table
 from support.models.tiny_tokenizer import letter_tokenizer
 from support.processes.servers import (

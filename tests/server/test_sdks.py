@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from mlx_speculation.server import Server, answering
-from mlx_speculation.server.request.request import GenerationRequest
+from mlx_speculation.server.request.options import GenerationRequest
 from support.processes.scripted_servers import call, scripted
 from support.processes.servers import client_of, get, post
 

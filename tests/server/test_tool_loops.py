@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation.server import Server
-from mlx_speculation.server.request.request import GenerationRequest
+from mlx_speculation.server.request.options import GenerationRequest
 from support.processes.scripted_servers import call, scripted
 from support.processes.servers import post
 

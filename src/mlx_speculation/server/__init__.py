@@ -1,12 +1,11 @@
 """The server `mlx-speculation serve`: HTTP and its APIs, answered by one engine.
 
     server          starts and stops HTTP and the engine
-    http_protocol   one connection, with deadlines
-    middleware      refuses requests by their headers: framing, access, size
+    http_protocol   one connection, with deadlines; refuses requests by their headers
     routes          one route for each path
     apis/           formats of each API: bodies of requests, events of answers
     request/        requests in one form for all APIs
-    prompts/        chat templates, and messages fitted to what they support
+    prompts         chat templates, and messages fitted to what they support
     answering       answers a request of any API
     answer_parts    text, reasoning and tool calls of an answer
     job             passes one text between its connection and the engine

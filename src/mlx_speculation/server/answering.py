@@ -31,8 +31,7 @@ from mlx_speculation.server.job import Job, Piece
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.request.images import opened
 from mlx_speculation.server.request.options import TextOptions
-from mlx_speculation.server.schemas.constraint import AfterThinking
-from mlx_speculation.server.schemas.tool_calls import call_grammar
+from mlx_speculation.server.schemas.constraint import AfterThinking, call_grammar
 
 LOG = logging.getLogger("mlx_speculation.server")
 T = TypeVar("T")

@@ -32,7 +32,7 @@ from mlx_speculation.server.batch_runner import Rows
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job
 from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.prompts.rendering import ChatTemplate, refused
+from mlx_speculation.server.prompts import ChatTemplate, refused
 from mlx_speculation.server.schemas.compilers import SchemaCompilers
 
 LOG = logging.getLogger("mlx_speculation.server")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.samplers import derived_seed
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.request.request import GenerationRequest
+from mlx_speculation.server.request.options import GenerationRequest
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Result

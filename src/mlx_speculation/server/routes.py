@@ -26,8 +26,8 @@ from mlx_speculation.server.apis.openai import (
 from mlx_speculation.server.apis.responses import ResponsesBody, ResponsesFace
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
+from mlx_speculation.server.http_protocol import Gate
 from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.middleware import Gate
 from mlx_speculation.server.request.models import as_invalid, parsed
 
 LOG = logging.getLogger("mlx_speculation.server")

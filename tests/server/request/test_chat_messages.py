@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.schemas.tool_calls import call_grammar
+from mlx_speculation.server.schemas.constraint import call_grammar
 from support.models.tiny_models import build
 from support.processes.servers import NAME, client_of, get, serving
 

@@ -20,7 +20,7 @@ from mlx_speculation.samplers.constraints.base import TokenAutomaton
 from mlx_speculation.server import Defaults, Server
 from mlx_speculation.server.answering import Answering
 from mlx_speculation.server.job import Job
-from mlx_speculation.server.request.request import GenerationRequest
+from mlx_speculation.server.request.options import GenerationRequest
 from support.models.tiny_models import build
 from support.processes.servers import nearly, serving
 

@@ -21,8 +21,12 @@ from mlx_speculation.server.request.content import (
     UseBlock,
 )
 from mlx_speculation.server.request.models import Loose, Object, RequestModel
-from mlx_speculation.server.request.options import Natural, Switch, thinking
-from mlx_speculation.server.request.request import GenerationRequest
+from mlx_speculation.server.request.options import (
+    GenerationRequest,
+    Natural,
+    Switch,
+    thinking,
+)
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Conversation
 

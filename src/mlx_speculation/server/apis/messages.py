@@ -21,13 +21,13 @@ from mlx_speculation.server.request.models import Object, RequestModel
 from mlx_speculation.server.request.options import (
     Count,
     FormatConfig,
+    GenerationRequest,
     Stops,
     Switch,
     TextOptions,
     generation,
     thinking,
 )
-from mlx_speculation.server.request.request import GenerationRequest
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Conversation
 

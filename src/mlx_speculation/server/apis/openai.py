@@ -17,11 +17,11 @@ from mlx_speculation.server.job import Job, Token
 from mlx_speculation.server.request.models import Object, StrictModel
 from mlx_speculation.server.request.options import (
     Count,
+    GenerationRequest,
     SamplingOptions,
     TextFormat,
     generation,
 )
-from mlx_speculation.server.request.request import GenerationRequest
 
 # Length of a continued text, which has no end of turn at which the model would stop.
 TEXT_LENGTH = 512

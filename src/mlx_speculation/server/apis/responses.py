@@ -28,12 +28,12 @@ from mlx_speculation.server.request.models import Loose, Object, RequestModel
 from mlx_speculation.server.request.options import (
     Count,
     FormatConfig,
+    GenerationRequest,
     Switch,
     TextOptions,
     generation,
     thinking,
 )
-from mlx_speculation.server.request.request import GenerationRequest
 from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox, flat
 from mlx_speculation.server.request.transcript import Conversation
 

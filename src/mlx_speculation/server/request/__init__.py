@@ -1,8 +1,7 @@
 """Requests in one form for all APIs.
 
-    request         `GenerationRequest`: a chat or prompts, and the options of texts
     models          bodies as JSON within limits and as pydantic models; their errors
-    options         sampling, stop texts, schema and draft, as pydantic fields
+    options         `GenerationRequest`: a chat or prompts, and options of texts
     content         the blocks of messages in all APIs, as pydantic models
     transcript      messages of a chat in one form, put in order
     tools           tools and which of them have to be called

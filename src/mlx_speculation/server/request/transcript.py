@@ -25,7 +25,7 @@ from mlx_speculation.server.request.content import (
     UseBlock,
 )
 from mlx_speculation.server.request.images import image_part
-from mlx_speculation.server.request.request import Chat
+from mlx_speculation.server.request.options import Chat
 from mlx_speculation.server.request.tools import Tool
 
 Part = dict[str, Any]  # of a content: a text, or an image with its bytes

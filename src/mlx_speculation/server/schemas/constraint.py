@@ -1,4 +1,4 @@
-"""Constraints of a text: by a schema, and after the thinking of a model.
+"""Constraints of a text: by a schema, and after thinking; grammars of forced calls.
 
 The masks of a schema come from a child process. The child has one matcher of
 llguidance, at the tokens of one state. For the mask of another state it rolls back to
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,14 @@ from numpy.typing import NDArray
 from mlx_speculation.errors import ConstraintError
 from mlx_speculation.samplers.constraints.base import Constraint, ConstraintState
 from mlx_speculation.samplers.constraints.llguidance import failed_here
-from mlx_speculation.server.schemas.template_process import FAILED
+from mlx_speculation.server.api_errors import invalid
+from mlx_speculation.server.schemas.template_process import FAILED, LARK
 
 # Which token ids may come next, bool [ids], and whether the text may end.
 Mask = tuple[NDArray[np.bool_], bool]
+# Whitespace as in the templates: the model was trained on it.
+SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
+SPACING = {"whitespace_flexible": False, **SEPARATORS}
 
 
 def unpacked(answer: bytes, ids: int) -> Mask:
@@ -180,3 +185,41 @@ class AfterThinking:
         # The text may already end with a part of the mark.
         ends = range(len(tail) + 1)
         return mark[max(n for n in ends if tail[len(tail) - n :] == mark[:n])]
+
+
+def call_grammar(
+    functions: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    parser: Any,  # the tokenizer's parser of calls
+    marks: tuple[str, str],  # the texts before and after a call
+) -> str:
+    """Return the grammar of a call of one function, in the form of Hermes templates.
+
+    Raise ApiError if the tokenizer's calls have another form.
+    """
+    module = getattr(parser, "__module__", "")
+    if not module.endswith(".json_tools"):
+        raise invalid(
+            "tool_choice asks for a call, and the model's chat template writes its "
+            f"calls as {module.rpartition('.')[2]!r}: only calls in JSON can be "
+            "forced. Leave tool_choice out.",
+            "tool_choice",
+        )
+    begin, end = (_literal(text, tokenizer) for text in marks)
+    names = " | ".join(f"call_{i}" for i in range(len(functions)))
+    rules = [f'start: {begin} "\\n" call "\\n" {end}', f"call: {names}"]
+    for i, each in enumerate(functions):
+        head = f'{{"name": {json.dumps(each["name"])}, "arguments": '
+        arguments = {"type": "object", **(each.get("parameters") or {})}
+        schema = json.dumps({**arguments, "x-guidance": SPACING})
+        # One rule for each tool: references in a schema point into that schema.
+        rules += [f'call_{i}: {json.dumps(head)} arguments_{i} "}}"']
+        rules += [f"arguments_{i}: %json {schema}"]
+    return LARK + "\n".join(rules)
+
+
+def _literal(text: str, tokenizer: Any) -> str:
+    """Return a mark in Lark's syntax: a special token by name, else a string."""
+    added = getattr(tokenizer._tokenizer, "added_tokens_decoder", {})
+    special = any(each.special and each.content == text for each in added.values())
+    return text if special else json.dumps(text)
