@@ -103,7 +103,7 @@ def template_of(server: Server) -> int:
     """Return the id of the process that a server's compilers are forked from."""
     template = server.worker.schemas._template
     assert template is not None
-    return template._process.pid
+    return template.process.pid
 
 
 def compilers_of(server: Server) -> set[int]:
@@ -260,7 +260,7 @@ def refusal_of(schema: Schema, **limits: Any) -> tuple[str, float, float]:
     made(PERSON).close()
     assert made.compilers._template is not None
     template, most_megabytes, began = (
-        made.compilers._template._process.pid,
+        made.compilers._template.process.pid,
         0.0,
         time.monotonic(),
     )

@@ -1,7 +1,7 @@
 """Jobs: each passes one text between its connection and the engine's thread.
 
 connection                     engine
-submit(job)          ->        queues it
+arrived.put(job)     ->        queues it
 job.next()           <-        0: the request is valid and queued; or an error
 job.next()           <-        numbers of prompt tokens read so far, then `Piece`s
 job.cancel()         ->        removes the request before the next round

@@ -65,22 +65,18 @@ class Face:
 
     def parts(self, choice: int, parts: list[Part], tokens: Sequence[Token]) -> None:
         """Send new parts of a text, and tokens if their probabilities are wanted."""
-        raise NotImplementedError
 
     def end_text(self, choice: int, job: Job) -> None:
         """End one text, whose result the job has."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """End an answer whose texts have ended."""
 
     def keep_alive(self) -> None:
         """Keep the connection open after seconds of silence."""
-        raise NotImplementedError
 
     def failed(self, error: ApiError) -> None:
         """End a stream with an error."""
-        raise NotImplementedError
 
     def _send(self, data: Object, name: str | None = None) -> None:
         """Make a server-sent event."""
@@ -135,12 +131,9 @@ class BlockFace(Face):
 
     def _begin(self, part: Part) -> None:
         """Open a block."""
-        raise NotImplementedError
 
     def _delta(self, part: Part, text: str) -> None:
         """Send a piece of the open block."""
-        raise NotImplementedError
 
     def _ended(self, part: Part, status: str) -> None:
         """End the open block, and add it to `_blocks`."""
-        raise NotImplementedError

@@ -184,11 +184,7 @@ def _call(call: ToolCall) -> Object:
 
 
 def _entry(one: Token) -> Object:
-    """Return one token; its id is added, as in mlx-lm's server.
-
-    If the token's text is a part of a character, the token's bytes are unknown.
-    """
-    known = BROKEN not in one.text
+    known = BROKEN not in one.text  # else the text is a part of a character
     return {
         "id": one.id,
         "token": one.text,

@@ -14,7 +14,7 @@ from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.apis.base import Face, speculative, summed
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job, Token
-from mlx_speculation.server.request.models import Object, StrictModel
+from mlx_speculation.server.request.models import Object, StrictModel, at_most
 from mlx_speculation.server.request.options import (
     Count,
     GenerationRequest,
@@ -96,14 +96,9 @@ class OpenAIBody(StrictModel, SamplingOptions):
         """Return a request with the fields of all bodies; `more`: see `generation`."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options is given without stream.", "stream_options")
-        count = self.n * max(1, len(prompts))
-        if count > settings.max_rows:
-            raise invalid(
-                f"The request asks for {count} texts at once; at most "
-                f"{settings.max_rows} are allowed. Ask for fewer, or start the server "
-                "with a larger --max-rows.",
-                "n" if self.n > 1 else "prompt",
-            )
+        count, param = self.n * max(1, len(prompts)), "n" if self.n > 1 else "prompt"
+        texts = "The number of texts at once"
+        at_most(count, settings.max_rows, param, "max-rows", shown=texts)
         alternatives = self.logprobs
         if alternatives is None or isinstance(alternatives, bool):
             top = max(self.top_logprobs or 0, 0)
@@ -203,11 +198,9 @@ class CompletionFace(Face):
             self._chunk(choice, part.text)
 
     def _whole(self) -> Any:
-        """Return the current text in the form of a whole answer."""
         return self._said(Text)
 
     def _logprobs(self, tokens: Sequence[Token]) -> Object:
-        """Return the probabilities of tokens."""
         return {
             "tokens": [each.text for each in tokens],
             "token_ids": [each.id for each in tokens],
@@ -220,7 +213,6 @@ class CompletionFace(Face):
         return str(job.result.finish_reason)
 
     def _said(self, kind: type[Text | Reasoning]) -> str:
-        """Return the current text without its other parts."""
         return "".join(part.text for part in self._parts if isinstance(part, kind))
 
     def _chunk(self, choice: int, piece: Any, reason: str | None = None) -> None:

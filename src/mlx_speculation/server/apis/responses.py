@@ -155,42 +155,38 @@ class ResponsesBody(TextOptions):
     def request(self, settings: Settings) -> GenerationRequest:
         """Check the fields, and return the request in the form of all APIs."""
         tools, calls = Toolbox(self.tools).chosen(self.tool_choice)
+        conversation, thoughts = Conversation(settings, "\n"), list[ThinkingBlock]()
+        conversation.add("system", self.instructions, "instructions")
+        for i, item in enumerate(self.input):
+            where = f"input[{i}]"
+            match item:
+                case OutputItem(call_id=call, output=said):
+                    conversation.add("tool", said, f"{where}.output", call=call)
+                case ReasoningItem():
+                    thoughts += [
+                        ThinkingBlock(thinking=each.text)
+                        for each in item.content or item.summary
+                        if isinstance(each, TextBlock)
+                    ]
+                case CallItem() | MessageItem(role="assistant"):
+                    said = [item.block] if isinstance(item, CallItem) else item.content
+                    said, where = [*said, *thoughts], f"{where}.content"
+                    conversation.add("assistant", said, where, join=True)
+                    thoughts = []
+                case _:
+                    conversation.add(item.role, item.content, f"{where}.content")
+                    # Reasoning before a user's turn: its answer was cut.
+                    thoughts = [] if item.role == "user" else thoughts
         effort = self.reasoning.effort
         args, _ = thinking(on=effort != "none" if effort else None, effort=effort)
         return generation(
             self,
             settings,
-            chat=_conversation(self, settings).chat(tools, args),
+            chat=conversation.chat(tools, args),
             calls=calls,
             form=self.text.format,
             parallel=self.parallel_tool_calls,
         )
-
-
-def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
-    conversation, thoughts = Conversation(settings, "\n"), list[ThinkingBlock]()
-    conversation.add("system", body.instructions, "instructions")
-    for i, item in enumerate(body.input):
-        where = f"input[{i}].content"
-        match item:
-            case OutputItem(call_id=call):
-                conversation.add("tool", item.output, f"input[{i}].output", call=call)
-            case ReasoningItem():
-                thoughts += [
-                    ThinkingBlock(thinking=each.text)
-                    for each in item.content or item.summary
-                    if isinstance(each, TextBlock)
-                ]
-            case CallItem() | MessageItem(role="assistant"):
-                said = [item.block] if isinstance(item, CallItem) else item.content
-                said = [*said, *thoughts]
-                conversation.add("assistant", said, where, join=True)
-                thoughts = []
-            case _:
-                conversation.add(item.role, item.content, where)
-                if item.role == "user":  # drops the reasoning of an answer that was cut
-                    thoughts = []
-    return conversation
 
 
 class ResponsesFace(BlockFace):

@@ -104,3 +104,15 @@ def short(value: Any) -> str:
         return "a number of more than 40 digits"
     shown = repr(value[:200]) if isinstance(value, str) else repr(value)
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
+
+
+def at_most(
+    value: int | None, most: int | None, param: str, option: str, *, shown: str = ""
+) -> None:
+    """Raise ApiError for a number above a limit of the server; None: no limit."""
+    if value is not None and most is not None and value > most:
+        raise invalid(
+            f"{shown or param} is {short(value)}; at most {most} is allowed. Ask for "
+            f"less, or start the server with a larger --{option}.",
+            param,
+        )

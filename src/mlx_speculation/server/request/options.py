@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.samplers import Sampling
@@ -15,7 +15,7 @@ from mlx_speculation.server.request.models import (
     Object,
     RequestModel,
     StrictModel,
-    short,
+    at_most,
 )
 from mlx_speculation.server.request.tools import Function
 
@@ -26,12 +26,6 @@ MOST_STOPS, LONGEST_STOP = 16, 500
 LARGEST_SCHEMA = 1 << 15
 # Logits are divided by a repetition penalty, and have to stay finite.
 SMALLEST_DIVISOR = 0.01
-
-
-def _token_id(name: str) -> int:
-    if not (name.isascii() and name.isdigit() and len(name) < 10):
-        raise ValueError("names must be token ids")
-    return int(name)
 
 
 def _divisor(value: float) -> float:
@@ -65,7 +59,7 @@ Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 Divisor = Annotated[float, Field(ge=0, le=100), AfterValidator(_divisor)]
-TokenId = Annotated[int, BeforeValidator(_token_id)]
+TokenId = Annotated[int, Strict(False), Field(ge=0, le=2**31)]
 Stops = Annotated[str | list[str], AfterValidator(_stops)]
 Schema = Annotated[Object, AfterValidator(_small)]
 
@@ -262,29 +256,19 @@ def _length(body: TextOptions, settings: Settings, default: int) -> int | None:
     most = settings.limits.max_tokens or None
     if not body.any_model:
         for name, value in given.items():
-            _at_most(value, most, name, "max-tokens-limit")
+            at_most(value, most, name, "max-tokens-limit")
     length: int | None = next(filter(None, given.values()), None)
     if length is None:
         return default or most
     return min(length, most or length)
 
 
-def _at_most(value: int | None, most: int | None, field: str, option: str) -> None:
-    """Raise if a number is above the server's limit `most`; None: no limit."""
-    if value is not None and most is not None and value > most:
-        raise invalid(
-            f"{field} is {short(value)}; at most {most} is allowed. Ask for less, or "
-            f"start the server with a larger --{option}.",
-            field,
-        )
-
-
 def _draft_length(body: TextOptions, settings: Settings) -> int | None:
     """Check options of drafts, and return the draft length; None: the server's."""
     most, drafts = settings.limits.draft_tokens, body.speculative
     length, name = getattr(body, "num_draft_tokens", None), drafts.draft
-    _at_most(length, most, "num_draft_tokens", "max-draft")
-    _at_most(drafts.max_draft, most, "speculative.max_draft", "max-draft")
+    at_most(length, most, "num_draft_tokens", "max-draft")
+    at_most(drafts.max_draft, most, "speculative.max_draft", "max-draft")
     known = dict.fromkeys(one for one in (settings.draft, "lookup") if one is not None)
     if name is not None and name not in known:
         raise invalid(

@@ -56,7 +56,7 @@ class Template:
         self.end_token = vocabulary.end  # the largest id: the end of a text
         self._control, other = Pipe()
         with other:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", program.__file__],
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -76,11 +76,6 @@ class Template:
             self.close()
             raise
 
-    @property
-    def alive(self) -> bool:
-        """True while the process runs."""
-        return self._process.poll() is None
-
     def fork(self) -> "Child":
         """Return a new child, which may already have ended."""
         channel, theirs = Pipe()
@@ -89,10 +84,10 @@ class Template:
 
     def close(self) -> None:
         """Kill the template and all children."""
-        if self._process.returncode is None:
+        if self.process.returncode is None:
             with suppress(OSError):  # all have ended
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         with self._lock:
             self._control.close()
 
@@ -101,7 +96,7 @@ class Template:
         with self._lock, suppress(OSError, EOFError):
             self._control.send_bytes(command)
             if descriptor is not None:
-                send_handle(self._control, descriptor, self._process.pid)
+                send_handle(self._control, descriptor, self.process.pid)
             if self._control.poll(ANSWER_SECONDS):
                 return int(self._control.recv_bytes())
         self.close()
@@ -143,11 +138,8 @@ class SchemaCompilers:
 
         The caller has to close it. Errors of `check`, called during the wait, end it.
 
-        Raises:
-            ApiError: the schema cannot be used, a limit was hit, or a process ended.
-            ConstraintError: llguidance failed on the mask of the first token.
-            InvalidRequestError: the tokenizer cannot be used.
-            MissingLibraryError: llguidance is not installed.
+        Raise ApiError if the schema cannot be used or hits a limit, and the errors of
+        llguidance's `Grammar`.
         """
         text = schema if isinstance(schema, str) else json.dumps(schema)
         compiling = self._limits.schema_seconds + OVERDUE_SECONDS
@@ -189,7 +181,7 @@ class SchemaCompilers:
         with self._lock:
             waiting()
             template = self._template
-            if template is None or not template.alive:
+            if template is None or template.process.poll() is not None:
                 if template is not None:
                     LOG.error("the process that schemas are compiled from was lost")
                     template.close()
