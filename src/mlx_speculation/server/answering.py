@@ -3,15 +3,15 @@
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -108,7 +108,6 @@ class Answering:
         self._worker.arrived.put(job)
 
     def _prepare(self, job: Job, stack: ExitStack) -> None:
-        """Set the prompt, parser and constraint of a text."""
         request, chat, template = job.request, job.request.chat, self._template
         state, machine, known = NORMAL, None, tuple[dict[str, Any], ...]()
         if chat is None:
@@ -219,14 +218,19 @@ class Answering:
 
 
 async def in_thread(act: Callable[[], T]) -> T:
-    """Return the result of a slow call, made in a daemon thread of its own.
+    """Return the result of a slow call in a daemon thread; its errors are ApiErrors."""
+    outcome: Future[T] = Future()
 
-    Raises:
-        ApiError: any error of the call.
-    """
+    def run() -> None:
+        try:
+            outcome.set_result(act())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
     try:
         # The thread goes on if this call is cancelled.
-        return await run_sync(act, abandon_on_cancel=True, limiter=CapacityLimiter(1))
+        return await asyncio.shield(asyncio.wrap_future(outcome))
     except Exception as error:
         raise as_api_error(error) from error
 

@@ -50,7 +50,6 @@ class Rows:
         self._jobs: dict[int, Job] = {}
 
     def __len__(self) -> int:
-        """The number of requests."""
         return len(self._jobs)
 
     def check_length(self, tokens: int, field: str) -> None:

@@ -61,7 +61,6 @@ class Limits:
     fetch_seconds: float = _limit(10.0, "Maximum time to fetch an image.")
 
     def __post_init__(self) -> None:
-        """Refuse limits that are too small or not finite."""
         for each in fields(self):
             least, value = each.metadata["option"]["min"], getattr(self, each.name)
             if not least <= value < float("inf"):
@@ -113,7 +112,6 @@ class Settings:
     kv: KvLimits = field(default_factory=KvLimits)
 
     def __post_init__(self) -> None:
-        """Refuse an empty key, and a default length above its limit."""
         if self.api_key is not None and not self.api_key.strip():
             raise InvalidRequestError(
                 "The API key is empty. Leave out --api-key and "

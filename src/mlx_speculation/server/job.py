@@ -118,9 +118,7 @@ class Job:
     async def next(self, seconds: float, check: Callable[[], None]) -> Event | None:
         """Return the next event; None: none came within `seconds`.
 
-        Raises:
-            ApiError: the request has ended, or the engine does not answer.
-            Exception: any error of `check`; it means that waiting is of no use.
+        Raise the error that has ended the request, or the ApiError of `check`.
         """
         try:
             check()

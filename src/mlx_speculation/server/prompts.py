@@ -199,7 +199,6 @@ def probed(render: Render, *, has_tool_calls: bool) -> Traits:
 
 
 def _whole(seen: str) -> bool:
-    """Return whether a rendered text shows a call, and its arguments as JSON."""
     whole = all(word in seen for word in ("valueprobe", "argprobe", "resultprobe"))
     # A template that concatenates an object renders Python's form of it.
     return whole and "'argprobe'" not in seen and '{\\"argprobe' not in seen

@@ -29,6 +29,7 @@ from mlx_speculation.server.engine_thread import Worker
 from mlx_speculation.server.http_protocol import Gate
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.request.models import as_invalid, parsed
+from mlx_speculation.server.request.options import check_model
 
 LOG = logging.getLogger("mlx_speculation.server")
 POSTED = (
@@ -163,13 +164,10 @@ class Api:
         @app.get("/v1/models/{name:path}")
         async def model(name: str) -> dict[str, Any]:
             """Describe one model."""
-            if name not in self._settings.names:
-                text = f"The model {name[:200]!r} is not served here."
-                raise ApiError(404, text, param="model", code="model_not_found")
+            check_model(name, self._settings)
             return self._model
 
     async def _failed(self, http: Request, error: Any) -> Response:
-        """Return an error in the form of the API that the path belongs to."""
         answer = _as_error(http, error)
         self._metrics.add("requests_refused", answer.status)
         path = http.url.path

@@ -79,7 +79,6 @@ class Face:
         """End a stream with an error."""
 
     def _send(self, data: Object, name: str | None = None) -> None:
-        """Make a server-sent event."""
         line = "" if name is None else f"event: {name}\n"
         self._unsent.append(f"{line}data: {json.dumps(data)}\n\n".encode())
 
@@ -126,7 +125,6 @@ class BlockFace(Face):
             self._open = None
 
     def _arguments(self, call: ToolCall) -> str:
-        """Return the text that a call's block shows."""
         return call.arguments
 
     def _begin(self, part: Part) -> None:

@@ -244,7 +244,6 @@ class ResponsesFace(BlockFace):
         self._event("failed", response=response)
 
     def _response(self, status: str, job: Job | None = None) -> Object:
-        """Return the response as it is now."""
         response = {**self._head, "status": status, "output": self._blocks}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}

@@ -86,7 +86,6 @@ def _limits(settings: Settings) -> ImageLimits:
 
 
 def _read(url: str, where: str, settings: Settings) -> bytes:
-    """Return the bytes of a file under the allowed folder."""
     folder = settings.image_folder
     if folder is None or not LOCAL.match(url):
         known = {
@@ -166,7 +165,6 @@ def is_public(address: Address) -> bool:
 
 
 def _checked_url(url: str) -> SplitResult:
-    """Return the parts of a URL; raise if it may not be fetched."""
     try:
         parts = urlsplit(url)
         named = bool(parts.hostname) and parts.port != 0
@@ -181,7 +179,6 @@ def _checked_url(url: str) -> SplitResult:
 
 
 def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
-    """Return the addresses of a host; raise if one is not allowed."""
     try:
         name = host.encode("idna").decode()
         result = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -228,7 +225,6 @@ def _cut(opened: socket.socket) -> None:
 
 
 def _body(connection: HTTPConnection, parts: SplitResult, most: int) -> bytes:
-    """Send the request, check the answer, and return its body, at most `most` bytes."""
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
     connection.request("GET", path, headers={**headers, "Connection": "close"})

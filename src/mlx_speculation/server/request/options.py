@@ -196,7 +196,8 @@ def generation(
     **more: Any,  # further fields of the request
 ) -> GenerationRequest:
     """Return a request with the options that all APIs have, and further fields."""
-    _check_model(body, settings)
+    if not body.any_model and body.model not in (None, "default_model"):
+        check_model(body.model, settings)
     schema = None if form is None else form.wanted
     if schema is not None and calls is not None:
         raise invalid(
@@ -238,12 +239,12 @@ def _sampling(body: TextOptions, settings: Settings) -> Sampling:
     return Sampling(**{**defaults, **given})
 
 
-def _check_model(body: TextOptions, settings: Settings) -> None:
-    name = body.model
-    if not body.any_model and name not in (None, "default_model", *settings.names):
+def check_model(name: str, settings: Settings) -> None:
+    """Raise ApiError if a name is not one of the model's."""
+    if name not in settings.names:
         raise ApiError(
             404,
-            f"The model {str(name)[:200]!r} is not served here. This server has "
+            f"The model {name[:200]!r} is not served here. This server has "
             f"{settings.names[0]!r}.",
             param="model",
             code="model_not_found",

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -76,12 +76,6 @@ class Template:
             self.close()
             raise
 
-    def fork(self) -> "Child":
-        """Return a new child, which may already have ended."""
-        channel, theirs = Pipe()
-        with theirs:
-            return Child(self, channel, self.ask(program.FORK, theirs.fileno()))
-
     def close(self) -> None:
         """Kill the template and all children."""
         if self.process.returncode is None:
@@ -103,22 +97,24 @@ class Template:
         raise unavailable(LOST)
 
 
-@dataclass(slots=True)
 class Child:
-    """A child process, forked for one schema."""
+    """A child process, forked for one schema, which may already have ended."""
 
-    template: Template
-    channel: Connection  # to the child
-    process: int  # the child's process id
-    status: int | None = None  # its status, once ended; None: unknown
+    _status: int | None = None
+
+    def __init__(self, template: Template) -> None:
+        self.template = template
+        self.channel, theirs = Pipe()
+        with theirs:
+            self._process = template.ask(program.FORK, theirs.fileno())
 
     def end(self) -> int | None:
         """End the child, and return its status as `os.waitpid` does; None: unknown."""
         if not self.channel.closed:
             self.channel.close()
             with suppress(ApiError):
-                self.status = self.template.ask(b"%d" % self.process)
-        return self.status
+                self._status = self.template.ask(b"%d" % self._process)
+        return self._status
 
 
 class SchemaCompilers:
@@ -188,7 +184,7 @@ class SchemaCompilers:
                 limits = {**asdict(self._limits), "step_seconds": STEP_SECONDS}
                 vocabulary = llguidance.portable_vocabulary(tokenizer)
                 self._template = template = Template(vocabulary, limits, waiting)
-            return template.fork()
+            return Child(template)
 
     def _refusal(self, status: int | None, *, masks: bool = False) -> ApiError:
         """Return the error of an ended child; `masks`: its schema was compiled."""
@@ -221,7 +217,6 @@ class SchemaCompilers:
 
 
 def _refused(schema: str, answer: bytes) -> ApiError:
-    """Return the error for a client whose schema llguidance refuses."""
     calls, reason = schema.startswith(program.LARK), answer[1:].decode()
     field, kind = ("tools", "grammar of the tools") if calls else (FIELD, "JSON schema")
     if answer[:1] == program.NOT_ENFORCED:

@@ -1,9 +1,8 @@
 """Constraints of a text: by a schema, and after thinking; grammars of forced calls.
 
-The masks of a schema come from a child process. The child has one matcher of
-llguidance, at the tokens of one state. For the mask of another state it rolls back to
-the states' common prefix, then consumes the rest. A mask takes one message each way,
-about 0.1 ms on a Linux CPU.
+The child process of a schema has one matcher of llguidance, at the tokens of one state.
+For the mask of another state it rolls back to the states' common prefix, then consumes
+the rest. A mask takes one message each way, about 0.1 ms on a Linux CPU.
 """
 
 import json

@@ -36,9 +36,16 @@ COMPACT: Any = {"whitespace_flexible": False}
 
 
 def _serve_schema(channel: Connection, tokens: Any, limits: dict[str, float]) -> None:
+    from llguidance import LLMatcher, LLParserLimits
+
     schema = channel.recv_bytes().decode()
     signal.setitimer(signal.ITIMER_REAL, limits["schema_seconds"])
-    matcher = _matcher(schema, tokens)
+    if schema.startswith(LARK):
+        grammar = LLMatcher.grammar_from_lark(schema.removeprefix(LARK))
+    else:
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
+    most = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=most)
     if matcher.is_error():
         answer = UNUSABLE + str(matcher.get_error()).encode()
     elif warnings := matcher.get_grammar_warnings():
@@ -60,18 +67,6 @@ def _serve_schema(channel: Connection, tokens: Any, limits: dict[str, float]) ->
         left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         spare = min(spare, left)
         channel.send_bytes(answer)
-
-
-def _matcher(schema: str, tokens: Any) -> Any:
-    import llguidance
-
-    library = llguidance.LLMatcher
-    if schema.startswith(LARK):
-        grammar = library.grammar_from_lark(schema.removeprefix(LARK))
-    else:
-        grammar = library.grammar_from_json_schema(schema, overrides=COMPACT)
-    limits = llguidance.LLParserLimits(verbose_errors=False)
-    return library(tokens, grammar, log_level=0, limits=limits)
 
 
 def _mask(matcher: Any) -> bytes:
