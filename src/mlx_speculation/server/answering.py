@@ -2,18 +2,18 @@
 
 import asyncio
 import json
-import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from starlette.requests import empty_receive
 from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Send
 
 from mlx_speculation.models.vision import VisionTarget
 from mlx_speculation.server.answer_parts import (
@@ -33,7 +33,6 @@ from mlx_speculation.server.request.images import opened
 from mlx_speculation.server.request.options import TextOptions
 from mlx_speculation.server.schemas.constraint import AfterThinking, call_grammar
 
-LOG = logging.getLogger("mlx_speculation.server")
 T = TypeVar("T")
 POLL_SECONDS = 0.1
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # of streams
@@ -69,9 +68,7 @@ class Answering:
 
         return await in_thread(counted)
 
-    async def _send(
-        self, face: Face, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _send(self, face: Face, send: Send) -> None:
         request, jobs = face.request, list[Job]()
         count = request.count * max(1, len(request.prompts))
         with ExitStack() as stack:
@@ -94,7 +91,7 @@ class Answering:
             async for _ in events:
                 pass
         whole = Response(json.dumps(face.answer), media_type="application/json")
-        await whole(scope, receive, send)
+        await whole({"type": "http"}, empty_receive, send)
 
     async def _submit(self, job: Job, stack: ExitStack) -> None:
         """Prepare and submit one text; closing `stack` cancels the text."""
@@ -235,29 +232,13 @@ async def in_thread(act: Callable[[], T]) -> T:
         raise as_api_error(error) from error
 
 
-class Answer(Response):
-    """An answer that is made while it is sent, until its client leaves."""
+class Answer(StreamingResponse):
+    """An answer that is made while it is sent, and cancelled if its client leaves."""
 
-    background = None
-
-    def __init__(self, act: ASGIApp) -> None:
+    def __init__(self, act: Callable[[Send], Awaitable[None]]) -> None:
+        super().__init__(())
         self._act = act
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer of a request whose body was read."""
-
-        async def left() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        acts = self._act(scope, receive, send), left()
-        tasks = [asyncio.ensure_future(act) for act in acts]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-            else:
-                LOG.info("a client went away")
-        finally:
-            for task in tasks:
-                task.cancel()
+    async def stream_response(self, send: Send) -> None:
+        """Make the answer."""
+        await self._act(send)
