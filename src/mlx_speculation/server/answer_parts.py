@@ -5,7 +5,6 @@ marks.
 """
 
 import json
-import logging
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,10 +14,10 @@ from typing import Any
 
 from pydantic import AliasChoices, Field
 
+from mlx_speculation.server.api_errors import LOG
 from mlx_speculation.server.request.content import Arguments
 from mlx_speculation.server.request.models import Loose, RequestModel
 
-LOG = logging.getLogger("mlx_speculation.server")
 _NAME = re.compile(r"[\w.:/-]+")
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"  # `TextStateMachine`'s states
 

@@ -1,6 +1,5 @@
 """Decoding of jobs with one generator: jobs become rows, and get pieces of text."""
 
-import logging
 import sys
 import time
 from collections.abc import Callable
@@ -17,12 +16,10 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.models import position_table
-from mlx_speculation.server.api_errors import ApiError, as_api_error, invalid
+from mlx_speculation.server.api_errors import LOG, ApiError, as_api_error, invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job, Piece, Token
 from mlx_speculation.server.metrics import Metrics
-
-LOG = logging.getLogger("mlx_speculation.server")
 
 
 class Rows:

@@ -5,7 +5,6 @@ Only the thread that has made an mlx array can compute it, so this thread loads,
 
 import atexit
 import gc
-import logging
 import queue
 import threading
 import time
@@ -23,6 +22,7 @@ from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.options import GeneratorKeywords
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
 from mlx_speculation.server.api_errors import (
+    LOG,
     ApiError,
     as_api_error,
     invalid,
@@ -35,8 +35,8 @@ from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.prompts import ChatTemplate, refused
 from mlx_speculation.server.schemas.compilers import SchemaCompilers
 
-LOG = logging.getLogger("mlx_speculation.server")
 IDLE_SECONDS, POLL_SECONDS = 0.1, 0.01
+FAILED = "The engine has failed."
 EXIT_SECONDS = 60.0  # for the thread to end when the program exits
 
 MakeGenerator = Callable[[PrefixCache | None], SpeculativeGenerator]
@@ -80,25 +80,20 @@ class Worker:
         self.arrived: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.taken = 0  # requests that have not ended
         self._lock = threading.Lock()
-        self.closed: str | None = None  # why new requests are refused
+        self.closed: str | None = None  # why requests are refused; None: they are not
         self.schemas = SchemaCompilers(settings.limits)
         self.loaded: Future[None] = Future()  # done once loaded, or has the error
         self._stop = False
-        self._failed = False  # True also if the thread does not end in time
+        self._hangs = False  # whether the thread has not ended in time
         atexit.register(self.end, EXIT_SECONDS)
         # A daemon thread: Python waits for non-daemon threads before it calls `end`.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     @property
-    def ready(self) -> bool:
-        """True if requests are accepted."""
-        return self.closed is None and self.loaded.done() and self.alive
-
-    @property
     def alive(self) -> bool:
         """True while the thread can answer."""
-        return self._thread.is_alive() and not self._failed
+        return self._thread.is_alive() and not self._hangs
 
     @property
     def running(self) -> int:
@@ -111,7 +106,7 @@ class Worker:
         try:
             return self._rows[None, False]
         except KeyError as error:
-            raise unavailable(self.closed or "The engine is not ready.") from error
+            raise unavailable(self.closed or FAILED) from error
 
     def take(self) -> None:
         """Count a new request, which the caller has to put in `arrived`, or `done`.
@@ -120,8 +115,8 @@ class Worker:
         """
         most = self._settings.max_rows + self._settings.limits.queue
         with self._lock:
-            if not self.ready:
-                raise unavailable(self.closed or "The engine is not ready.")
+            if self.closed is not None:
+                raise unavailable(self.closed)
             if self.taken >= most:
                 raise ApiError(
                     429,
@@ -140,7 +135,7 @@ class Worker:
     def check_alive(self) -> None:
         """Raise if the engine cannot answer any more."""
         if not self.alive:
-            raise unavailable(self.closed or "The engine has failed.", retry=None)
+            raise unavailable(self.closed or FAILED, retry=None)
 
     def end(self, seconds: float) -> bool:
         """Ask the thread to end, and return whether it has ended.
@@ -156,8 +151,8 @@ class Worker:
         left = Path(f"/proc/self/task/{thread.native_id}")
         while not thread.is_alive() and left.exists() and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        self._failed |= thread.is_alive()
-        return not thread.is_alive()
+        self._hangs = thread.is_alive()
+        return not self._hangs
 
     def _run(self) -> None:
         try:
@@ -175,7 +170,6 @@ class Worker:
                 for rows in tuple(self._rows.values()):
                     rows.round()
         except Exception:
-            self._failed = True
             LOG.exception("the engine has failed")
         finally:
             self._leave()
@@ -227,7 +221,7 @@ class Worker:
 
     def _leave(self) -> None:
         """End all requests, and free the arrays of this thread."""
-        self.closed = self.closed or "The engine has failed."
+        self.closed = self.closed or FAILED
         end = unavailable(self.closed)
         while not self.arrived.empty():
             self.arrived.get().put(end)

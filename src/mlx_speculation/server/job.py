@@ -8,23 +8,18 @@ job.cancel()         ->        removes the request before the next round
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlx_speculation.samplers import derived_seed
-from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.engine import Result
+from mlx_speculation.samplers import Constraint, derived_seed
+from mlx_speculation.server.answer_parts import AnswerParser
+from mlx_speculation.server.api_errors import LOG, ApiError
 from mlx_speculation.server.request.options import GenerationRequest
 
-if TYPE_CHECKING:
-    from mlx_speculation.engine import Result
-    from mlx_speculation.samplers import Constraint
-    from mlx_speculation.server.answer_parts import AnswerParser
-
-LOG = logging.getLogger("mlx_speculation.server")
 # The engine ends late requests between rounds; a connection waits this much longer.
 OVERDUE_SECONDS = 10.0
 
@@ -46,7 +41,7 @@ class Piece:
 
     texts: tuple[str, ...]  # one for each token; a text may be empty
     tokens: tuple[Token, ...] = ()  # all tokens, if probabilities were asked for
-    result: "Result | None" = None  # of the whole text, in the last piece
+    result: Result | None = None  # of the whole text, in the last piece
 
 
 Event = int | Piece
@@ -55,9 +50,9 @@ Event = int | Piece
 class Job:
     """The text `index` of a request, which has to be complete within `seconds`."""
 
-    parser: "AnswerParser"  # divides the answer; set once the prompt is known
+    parser: AnswerParser  # divides the answer; set once the prompt is known
     texts: Any = None  # `TokenTexts`, if probabilities are asked for
-    result: "Result"  # set at the end, as is `stop_text`
+    result: Result  # set at the end, as is `stop_text`
     stop_text: str | None = None  # the stop text that has ended the text
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -13,8 +13,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-if TYPE_CHECKING:
-    from mlx_speculation.engine import Result
+from mlx_speculation.engine import Result
 
 _SECONDS = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -108,7 +107,7 @@ class Metrics:
         """Record the time to a first token."""
         self._times["time_to_first_token_seconds"].observe(seconds)
 
-    def ended(self, result: "Result", prompt: int, seconds: float) -> None:
+    def ended(self, result: Result, prompt: int, seconds: float) -> None:
         """Count a row that has ended, for any reason, and the tokens of its prompt."""
         stats = result.stats
         by_source = {

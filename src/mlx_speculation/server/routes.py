@@ -1,6 +1,5 @@
 """Routes of all paths, with the body models that OpenAPI shows."""
 
-import logging
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
@@ -15,7 +14,7 @@ from starlette.types import ASGIApp
 
 from mlx_speculation import __version__
 from mlx_speculation.server.answering import Answering
-from mlx_speculation.server.api_errors import ApiError, as_api_error
+from mlx_speculation.server.api_errors import LOG, ApiError, as_api_error
 from mlx_speculation.server.apis.chat_completions import ChatBody, ChatFace
 from mlx_speculation.server.apis.messages import CountBody, MessagesBody, MessagesFace
 from mlx_speculation.server.apis.openai import (
@@ -31,7 +30,6 @@ from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.request.models import as_invalid, parsed
 from mlx_speculation.server.request.options import check_model
 
-LOG = logging.getLogger("mlx_speculation.server")
 POSTED = (
     *("/v1/chat/completions", "/chat/completions", "/v1/completions"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
@@ -143,7 +141,7 @@ class Api:
         @app.get("/health")
         async def health() -> Response:
             """Return the health of the engine."""
-            ready = self._worker.ready
+            ready = self._worker.closed is None
             status = "ok" if ready else "unavailable"
             return JSONResponse({"status": status}, 200 if ready else 503)
 

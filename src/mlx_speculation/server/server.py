@@ -1,26 +1,23 @@
 """The server: starts and stops the engine, and HTTP by uvicorn in a thread."""
 
-import logging
 import socket
 import threading
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 
+from mlx_speculation import PrefixCache
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.server.api_errors import LOG
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import MakeGenerator, Worker
 from mlx_speculation.server.http_protocol import BoundedProtocol
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.routes import Api
 
-if TYPE_CHECKING:
-    from mlx_speculation import PrefixCache
-
-LOG = logging.getLogger("mlx_speculation.server")
 POLL_SECONDS = 0.02
 # Time for the current round or prompt chunk to end; then for clients to read answers.
 ENGINE_SECONDS, PARTING_SECONDS = 5.0, 2.0
@@ -40,7 +37,7 @@ class Server:
         settings: Settings,
         make_generator: MakeGenerator,  # called in the thread that will run the models
         *,
-        prefixes: "PrefixCache | None" = None,  # None: prompts are read as a whole
+        prefixes: PrefixCache | None = None,  # None: prompts are read as a whole
         host: str = "127.0.0.1",
         port: int = 0,  # 0: any free port
     ) -> None:

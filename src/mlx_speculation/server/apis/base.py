@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from mlx_speculation.engine import Result
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.server.answer_parts import Part, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError
@@ -12,11 +12,8 @@ from mlx_speculation.server.job import Job, Token
 from mlx_speculation.server.request.models import Object
 from mlx_speculation.server.request.options import TextOptions
 
-if TYPE_CHECKING:
-    from mlx_speculation.engine import Result
 
-
-def summed(results: Iterable["Result"]) -> Statistics:
+def summed(results: Iterable[Result]) -> Statistics:
     """Return the statistics of several texts together."""
     stats = Statistics()
     for each in results:
@@ -24,7 +21,7 @@ def summed(results: Iterable["Result"]) -> Statistics:
     return stats
 
 
-def speculative(results: Sequence["Result"], draft: str | None) -> Object:
+def speculative(results: Sequence[Result], draft: str | None) -> Object:
     """Return drafting statistics of texts; a draft "auto" is shown as its sources."""
     stats = summed(results)
     if draft == "auto":

@@ -18,7 +18,6 @@ from mlx_speculation.server.request.content import (
     Content,
     TextBlock,
     ThinkingBlock,
-    UseBlock,
 )
 from mlx_speculation.server.request.models import Loose, Object, RequestModel
 from mlx_speculation.server.request.options import (
@@ -56,11 +55,6 @@ class ToolCallBody(RequestModel):
     id: Loose = ""
     function: Called = Field(validation_alias=AliasChoices("function", "custom"))
 
-    def block(self, place: int) -> UseBlock:
-        """Return the call as a block; `place` stands for a missing id."""
-        name, given = self.function.name, self.function.arguments
-        return UseBlock(id=self.id or f"call_{place}", name=name, input=given)
-
 
 class ChatMessage(RequestModel):
     """One message of a chat."""
@@ -79,7 +73,8 @@ class ChatMessage(RequestModel):
         if self.role == "assistant":
             thought = self.reasoning_content or self.reasoning
             said.append(ThinkingBlock(thinking=thought))
-            said += [each.block(i) for i, each in enumerate(self.tool_calls)]
+            for i, each in enumerate(self.tool_calls):
+                said.append(each.function.block(each.id or f"call_{i}"))
         more = {"name": self.name, "call": self.tool_call_id}
         conversation.add(self.role, said, where, **more)
 

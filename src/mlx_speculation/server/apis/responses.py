@@ -22,7 +22,6 @@ from mlx_speculation.server.request.content import (
     Content,
     TextBlock,
     ThinkingBlock,
-    UseBlock,
 )
 from mlx_speculation.server.request.models import Loose, Object, RequestModel
 from mlx_speculation.server.request.options import (
@@ -34,7 +33,7 @@ from mlx_speculation.server.request.options import (
     generation,
     thinking,
 )
-from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox, flat
+from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Conversation
 
 STATEFUL = {  # fields that refer to stored objects, with their error codes
@@ -73,12 +72,6 @@ class CallItem(Called):
     type: Literal["function_call", "custom_tool_call"]
     call_id: str
     namespace: Loose = ""
-
-    @property
-    def block(self) -> UseBlock:
-        """The call under its flat name."""
-        name = flat(self.name, self.namespace)
-        return UseBlock(id=self.call_id, name=name, input=self.arguments)
 
 
 class OutputItem(RequestModel):
@@ -169,7 +162,10 @@ class ResponsesBody(TextOptions):
                         if isinstance(each, TextBlock)
                     ]
                 case CallItem() | MessageItem(role="assistant"):
-                    said = [item.block] if isinstance(item, CallItem) else item.content
+                    if isinstance(item, CallItem):
+                        said = [item.block(item.call_id, item.namespace)]
+                    else:
+                        said = item.content
                     said, where = [*said, *thoughts], f"{where}.content"
                     conversation.add("assistant", said, where, join=True)
                     thoughts = []

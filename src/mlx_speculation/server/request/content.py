@@ -16,6 +16,7 @@ from mlx_speculation.server.request.models import (
     Object,
     RequestModel,
 )
+from mlx_speculation.server.request.tools import flat
 
 EMPTY = {"type": "text", "text": ""}
 DROPPED = (
@@ -29,7 +30,7 @@ def _blocks(given: Any) -> Any:
     if isinstance(given, str):
         return [{**EMPTY, "text": given}]
     if not isinstance(given, list):
-        return [] if given is None else given
+        return given
     return [_block(each) if isinstance(each, Mapping) else each for each in given]
 
 
@@ -128,6 +129,11 @@ class Called(RequestModel):
         """Take the text for a custom tool as the argument "input"."""
         if "input" in values:
             values["arguments"] = {"input": str(values["input"])}
+
+    def block(self, id: str, namespace: str = "") -> "UseBlock":
+        """Return the call as a block, under its flat name."""
+        name = flat(self.name, namespace)
+        return UseBlock(id=id, name=name, input=self.arguments)
 
 
 class UseBlock(RequestModel):

@@ -5,7 +5,6 @@ most `Limits.schemas` children, which bounds their memory; further requests wait
 """
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -21,12 +20,11 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 from mlx_speculation.samplers.constraints import llguidance
-from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
+from mlx_speculation.server.api_errors import LOG, ApiError, invalid, unavailable
 from mlx_speculation.server.config import Limits
 from mlx_speculation.server.schemas import template_process as program
 from mlx_speculation.server.schemas.constraint import SchemaConstraint, unpacked
 
-LOG = logging.getLogger("mlx_speculation.server")
 POLL_SECONDS = 0.05
 # Time limits of the template process: to read the tokenizer; to fork or end a child.
 START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
