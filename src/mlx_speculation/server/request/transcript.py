@@ -82,10 +82,8 @@ class Conversation:
             case "tool":
                 images = [part for part in parts if part["type"] == "image"]
                 texts = [part["text"] for part in parts if part.get("text")]
-                texts = (
-                    texts or ["Error"] * failed or ["The image follows."][: len(images)]
-                )
-                said = ("\n" if images else self._between).join(texts)
+                empty = "Error" if failed else "The image follows." if images else ""
+                said = ("\n" if images else self._between).join(texts) or empty
                 message = _message("tool", said, tool_call_id=call, name=name)
                 self._results.append((message, images))
             case _:
@@ -136,8 +134,12 @@ class Conversation:
                             "before it has that id.",
                             place,
                         )
-                    given = {"call": call, "failed": block.is_error}
-                    self.add("tool", block.content, f"{place}.content", **given)
+                    said, inner, failed = (
+                        block.content,
+                        f"{place}.content",
+                        block.is_error,
+                    )
+                    self.add("tool", said, inner, call=call, failed=failed)
                 case _, ImageBlock() if role != "tool" or self._settings.reads_images:
                     part = image_part(block.url, place, self._settings, self._images)
                     self._images += 1
