@@ -75,8 +75,8 @@ class ChatMessage(RequestModel):
             said.append(ThinkingBlock(thinking=thought))
             for i, each in enumerate(self.tool_calls):
                 said.append(each.function.block(each.id or f"call_{i}"))
-        more = {"name": self.name, "call": self.tool_call_id}
-        conversation.add(self.role, said, where, **more)
+        name, call = self.name, self.tool_call_id
+        conversation.add(self.role, said, where, name=name, call=call)
 
 
 class ChatBody(OpenAIBody):

@@ -18,12 +18,13 @@ from mlx_speculation.server.apis.base import BlockFace, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job
 from mlx_speculation.server.request.content import (
+    Blocks,
     Called,
     Content,
     TextBlock,
     ThinkingBlock,
 )
-from mlx_speculation.server.request.models import Loose, Object, RequestModel
+from mlx_speculation.server.request.models import Object, RequestModel
 from mlx_speculation.server.request.options import (
     Count,
     FormatConfig,
@@ -33,7 +34,7 @@ from mlx_speculation.server.request.options import (
     generation,
     thinking,
 )
-from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox
+from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Conversation
 
 STATEFUL = {  # fields that refer to stored objects, with their error codes
@@ -71,7 +72,11 @@ class CallItem(Called):
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: str
-    namespace: Loose = ""
+
+    @property
+    def content(self) -> Blocks:
+        """The content of a message with the call."""
+        return [self.block(self.call_id)]
 
 
 class OutputItem(RequestModel):
@@ -162,12 +167,8 @@ class ResponsesBody(TextOptions):
                         if isinstance(each, TextBlock)
                     ]
                 case CallItem() | MessageItem(role="assistant"):
-                    if isinstance(item, CallItem):
-                        said = [item.block(item.call_id, item.namespace)]
-                    else:
-                        said = item.content
-                    said, where = [*said, *thoughts], f"{where}.content"
-                    conversation.add("assistant", said, where, join=True)
+                    said = [*item.content, *thoughts]
+                    conversation.add("assistant", said, f"{where}.content", join=True)
                     thoughts = []
                 case _:
                     conversation.add(item.role, item.content, f"{where}.content")
@@ -259,8 +260,8 @@ class ResponsesFace(BlockFace):
             }
         return response
 
-    def _tool(self, call: ToolCall) -> Kind:
-        return self._tools.get(call.name, Kind(call.name))
+    def _tool(self, call: ToolCall) -> ToolBody:
+        return self._tools.get(call.name, ToolBody.model_construct(name=call.name))
 
     def _arguments(self, call: ToolCall) -> str:
         if not self._tool(call).custom:
@@ -274,7 +275,7 @@ class ResponsesFace(BlockFace):
             tool = self._tool(part)
             kind = "custom_tool_call" if tool.custom else "function_call"
             more = {"call_id": part.id, "name": tool.name}
-            if tool.namespace is not None:
+            if tool.namespace:
                 more["namespace"] = tool.namespace
         prefix, self._name, fixed = KINDS[kind]
         self._field = self._name.rpartition("_")[2]

@@ -16,7 +16,7 @@ from mlx_speculation.server.request.models import (
     Object,
     RequestModel,
 )
-from mlx_speculation.server.request.tools import flat
+from mlx_speculation.server.request.tools import Named
 
 EMPTY = {"type": "text", "text": ""}
 DROPPED = (
@@ -118,7 +118,7 @@ class ThinkingBlock(RequestModel):
     thinking: str = ""
 
 
-class Called(RequestModel):
+class Called(Named):
     """The function, or the custom tool, of a call in the history."""
 
     name: str
@@ -130,10 +130,9 @@ class Called(RequestModel):
         if "input" in values:
             values["arguments"] = {"input": str(values["input"])}
 
-    def block(self, id: str, namespace: str = "") -> "UseBlock":
+    def block(self, id: str) -> "UseBlock":
         """Return the call as a block, under its flat name."""
-        name = flat(self.name, namespace)
-        return UseBlock(id=id, name=name, input=self.arguments)
+        return UseBlock(id=id, name=self.flat, input=self.arguments)
 
 
 class UseBlock(RequestModel):

@@ -7,7 +7,6 @@ other kinds, which the provider's servers would run, are ignored
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import AliasChoices, Field
@@ -24,11 +23,22 @@ INPUT = {
 }
 
 
-class NestedModel(RequestModel):
+class Named(RequestModel):
+    """The name of a tool."""
+
+    name: Loose = ""
+    namespace: Loose = ""
+
+    @property
+    def flat(self) -> str:
+        """The name of the tool in the chat template."""
+        return f"{self.namespace}__{self.name}" if self.namespace else self.name
+
+
+class NestedModel(Named):
     """An object that may hold its fields under the name of its type."""
 
     type: str = "function"
-    name: Loose = ""
 
     @classmethod
     def check_names(cls, values: Object) -> None:
@@ -49,28 +59,18 @@ class ToolBody(NestedModel):
     defer_loading: bool = False
     tools: list["ToolBody"] = Field([])
 
+    @property
+    def custom(self) -> bool:
+        """True if the tool takes a text."""
+        return self.type == "custom" and self.parameters is None
+
 
 class Choice(NestedModel):
     """The tools that may be called, or of which one has to be called."""
 
-    namespace: Loose = ""
     mode: str = "auto"
     tools: list["Choice"] = Field([])
     disable_parallel_tool_use: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A tool's own name and namespace, as a call in an answer names them."""
-
-    name: str
-    namespace: str | None = None
-    custom: bool = False  # whether it takes a text
-
-
-def flat(name: str, namespace: str | None) -> str:
-    """Return the name of a tool in the chat template."""
-    return f"{namespace}__{name}" if namespace else name
 
 
 class Toolbox:
@@ -79,15 +79,16 @@ class Toolbox:
     def __init__(self, given: Sequence[ToolBody]) -> None:
         self._shown: list[Tool] = []
         self.deferred: list[Tool] = []  # not in the template's list
-        self.kinds: dict[str, Kind] = {}  # by the flat names
+        self.kinds: dict[str, ToolBody] = {}  # all that can be called, by flat names
         self._functions: dict[str, Function] = {}  # all, by the flat names
         self._passed_over: list[str] = []
         for i, tool in enumerate(given):
             if tool.type == "namespace":
                 for j, inner in enumerate(tool.tools):
-                    self._add(inner, f"tools[{i}].tools[{j}]", tool.name)
+                    inner.namespace = tool.name
+                    self._add(inner, f"tools[{i}].tools[{j}]")
             else:
-                self._add(tool, f"tools[{i}]", None)
+                self._add(tool, f"tools[{i}]")
 
     def chosen(
         self, choice: str | Choice | None
@@ -115,7 +116,7 @@ class Toolbox:
 
     def _named(self, choice: Choice, *, forced: bool = False) -> str:
         """Return the flat name of a known tool; empty: the tool's kind is ignored."""
-        name = flat(choice.name, choice.namespace)
+        name = choice.flat
         runs = choice.type in ("function", "custom", "tool")
         if runs and name in self._functions:
             return name
@@ -131,18 +132,16 @@ class Toolbox:
             f"tool_choice is {name[:200]!r}, but the tools are: {names}.", "tool_choice"
         )
 
-    def _add(self, tool: ToolBody, where: str, namespace: str | None) -> None:
+    def _add(self, tool: ToolBody, where: str) -> None:
         if tool.type not in ("function", "custom"):
             self._passed_over.append(tool.name or tool.type)
             return
         if not tool.name:
             raise invalid(f"{where} is a tool without a name.", where)
-        name = flat(tool.name, namespace)
-        custom = tool.type == "custom" and tool.parameters is None
-        parameters = INPUT if custom else tool.parameters
+        name, parameters = tool.flat, INPUT if tool.custom else tool.parameters
         given = {"description": tool.description, "parameters": parameters}
         function = {"name": name, **{k: v for k, v in given.items() if v is not None}}
-        self.kinds[name] = Kind(tool.name, namespace, custom)
+        self.kinds[name] = tool
         self._functions[name] = function
         tools = self.deferred if tool.defer_loading else self._shown
         tools.append({"type": "function", "function": function})

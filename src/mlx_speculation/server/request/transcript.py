@@ -127,19 +127,15 @@ class Conversation:
                     named = {"id": block.id, "type": "function"}
                     calls.append({**named, "function": function})
                     self._called.add(block.id)
-                case "user", ResultBlock(tool_use_id=call):
+                case "user", ResultBlock(tool_use_id=call, is_error=failed):
                     if call not in self._called:
                         raise invalid(
                             f"{place} is the result of {call[:200]!r}, and no tool_use "
                             "before it has that id.",
                             place,
                         )
-                    said, inner, failed = (
-                        block.content,
-                        f"{place}.content",
-                        block.is_error,
-                    )
-                    self.add("tool", said, inner, call=call, failed=failed)
+                    inner = f"{place}.content"
+                    self.add("tool", block.content, inner, call=call, failed=failed)
                 case _, ImageBlock() if role != "tool" or self._settings.reads_images:
                     part = image_part(block.url, place, self._settings, self._images)
                     self._images += 1
