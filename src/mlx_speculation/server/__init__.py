@@ -5,7 +5,7 @@
     routes          one route for each path
     apis/           formats of each API: bodies of requests, events of answers
     request/        requests in one form for all APIs
-    prompts         chat templates, and messages fitted to what they support
+    chat_prompts    chats as token ids, with messages fitted to the template
     answering       answers a request of any API
     answer_parts    text, reasoning and tool calls of an answer
     job             passes one text between its connection and the engine

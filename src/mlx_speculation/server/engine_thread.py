@@ -29,10 +29,10 @@ from mlx_speculation.server.api_errors import (
     unavailable,
 )
 from mlx_speculation.server.batch_runner import Rows
+from mlx_speculation.server.chat_prompts import ChatTemplate, refused
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job
 from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.prompts import ChatTemplate, refused
 from mlx_speculation.server.schemas.compilers import SchemaCompilers
 
 IDLE_SECONDS, POLL_SECONDS = 0.1, 0.01

@@ -15,7 +15,7 @@ from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.apis.chat_completions import ChatBody
 from mlx_speculation.server.apis.messages import CountBody
 from mlx_speculation.server.apis.responses import ResponsesBody
-from mlx_speculation.server.prompts import ChatTemplate, Traits, fitted
+from mlx_speculation.server.chat_prompts import ChatTemplate, Traits, fitted
 from mlx_speculation.server.request.options import Chat, GenerationRequest
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.processes.servers import read_body, refusal
