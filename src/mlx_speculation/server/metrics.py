@@ -110,27 +110,23 @@ class Metrics:
     def ended(self, result: Result, prompt: int, seconds: float) -> None:
         """Count a row that has ended, for any reason, and the tokens of its prompt."""
         stats = result.stats
-        by_source = {
-            "memory": stats.reused - stats.reused_from_disk,
-            "disk": stats.reused_from_disk,
-            "read": max(0, prompt - stats.reused),
+        by_source, by_place = "prompt_tokens_by_source", enumerate(stats.reached)
+        counts: dict[tuple[Any, ...], int] = {
+            ("prompt_tokens",): prompt,
+            (by_source, "memory"): stats.reused - stats.reused_from_disk,
+            (by_source, "disk"): stats.reused_from_disk,
+            (by_source, "read"): max(0, prompt - stats.reused),
+            ("generation_tokens",): len(result.tokens),
+            ("prefix_cache_queries",): prompt,
+            ("prefix_cache_hits",): stats.reused,
+            ("spec_decode_num_drafts",): stats.drafts,
+            ("spec_decode_num_draft_tokens",): stats.drafted,
+            ("spec_decode_num_accepted_tokens",): stats.accepted,
+            ("drafter_faults",): len(stats.drafter_faults),
+            **{("spec_decode_num_accepted_tokens_per_pos", i): n for i, n in by_place},
         }
-        counts = {
-            "prompt_tokens": prompt,
-            "generation_tokens": len(result.tokens),
-            "prefix_cache_queries": prompt,
-            "prefix_cache_hits": stats.reused,
-            "spec_decode_num_drafts": stats.drafts,
-            "spec_decode_num_draft_tokens": stats.drafted,
-            "spec_decode_num_accepted_tokens": stats.accepted,
-            "drafter_faults": len(stats.drafter_faults),
-        }
-        for name, count in counts.items():
-            self.add(name, count=count)
-        for source, count in by_source.items():
-            self.add("prompt_tokens_by_source", source, count=count)
-        for position, count in enumerate(stats.reached):
-            self.add("spec_decode_num_accepted_tokens_per_pos", position, count=count)
+        for names, count in counts.items():
+            self.add(*names, count=count)
         if result.finish_reason in ("stop", "length"):
             self.add("request_success", result.finish_reason)
             self._times["e2e_request_latency_seconds"].observe(seconds)

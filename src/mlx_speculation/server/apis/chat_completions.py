@@ -4,9 +4,11 @@ Unknown fields of messages are ignored, since agents send answers back with own 
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
+from transformers import PreTrainedTokenizerBase
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import invalid
@@ -32,14 +34,8 @@ from mlx_speculation.server.request.transcript import Conversation
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Keywords of `apply_chat_template` that a request may not set: a client's own template
 # could run for ever.
-RESERVED = frozenset(
-    (
-        *("add_generation_prompt", "chat_template", "continue_final_message"),
-        *("conversation", "documents", "max_length", "messages", "padding"),
-        *("return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"),
-        *("tokenizer_kwargs", "tools", "truncation"),
-    )
-)
+RENDER = signature(PreTrainedTokenizerBase.apply_chat_template)
+RESERVED = {"messages", *RENDER.parameters}
 
 
 class Prediction(RequestModel):
