@@ -8,7 +8,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +28,7 @@ class ToolCall:
 
     name: str
     arguments: str  # a JSON object
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    id: str
 
 
 class ParsedCall(RequestModel):
@@ -39,11 +39,6 @@ class ParsedCall(RequestModel):
         {}, validation_alias=AliasChoices("arguments", "parameters")
     )
     id: Loose = ""
-
-    def made(self) -> ToolCall:
-        """Return the call; raise `ValueError` if a number is not finite."""
-        text = json.dumps(self.arguments, ensure_ascii=False, allow_nan=False)
-        return ToolCall(self.name, text, **({"id": self.id} if self.id else {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +144,14 @@ def read_calls(
     """Return the tool calls of a text between marks; None: the text is no call."""
     if parser is None:
         return None
-    offered = {tool["function"]["name"] for tool in tools or ()}
+    offered, calls = {tool["function"]["name"] for tool in tools or ()}, []
     try:
         parsed = parser(text, tools)
         several = parsed if isinstance(parsed, list) else [parsed]
-        calls = [ParsedCall.model_validate(one).made() for one in several]
+        for call in map(ParsedCall.model_validate, several):
+            given = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
+            id = call.id or f"call_{uuid.uuid4().hex[:24]}"
+            calls.append(ToolCall(call.name, given, id))
     except Exception as error:  # models write anything, and parsers may raise any error
         LOG.warning("a tool call cannot be read: %s", type(error).__name__)
         return None

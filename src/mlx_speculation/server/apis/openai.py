@@ -201,13 +201,11 @@ class CompletionFace(Face):
         return self._said(Text)
 
     def _logprobs(self, tokens: Sequence[Token]) -> Object:
-        # Of tokens with the same text, the first one is the most probable.
-        tops = [{it.text: it.logprob for it in reversed(each.top)} for each in tokens]
         return {
             "tokens": [each.text for each in tokens],
             "token_ids": [each.id for each in tokens],
             "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": tops,
+            "top_logprobs": [_by_text(each.top) for each in tokens],
             "text_offset": [each.start for each in tokens],
         }
 
@@ -255,3 +253,11 @@ class CompletionFace(Face):
             },
             "speculative": speculative(results, self._draft),
         }
+
+
+def _by_text(top: Sequence[Token]) -> dict[str, float]:
+    """Return, for each text, the log-probability of its most probable token."""
+    values: dict[str, float] = {}
+    for one in top:
+        values.setdefault(one.text, one.logprob)
+    return values

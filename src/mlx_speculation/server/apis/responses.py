@@ -219,8 +219,8 @@ class ResponsesFace(BlockFace):
 
     def open(self, choice: int, prompt_tokens: int) -> None:
         """Begin a response."""
-        for name in ("created", "in_progress"):
-            self._event(name, response=self._response("in_progress"))
+        self._event("created", response=self._response("in_progress"))
+        self.keep_alive()
 
     def keep_alive(self) -> None:
         """Repeat the event `in_progress`, since clients ignore comments."""
