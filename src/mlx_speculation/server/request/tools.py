@@ -88,6 +88,7 @@ class Toolbox:
                     inner.namespace = tool.name
                     self._add(inner, f"tools[{i}].tools[{j}]")
             else:
+                tool.namespace = ""
                 self._add(tool, f"tools[{i}]")
 
     def chosen(
