@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,8 +34,6 @@ from mlx_speculation.server.request.transcript import Message, joined, text_of
 
 # Encoding a chat with more characters takes seconds; other chats do not wait for it.
 LONG_CHAT = 300_000
-# Renders messages and tools; raises the errors of the template.
-Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 TOOLS = """# Tools
 
@@ -96,22 +94,15 @@ def fitted(
     form = _formed if traits.calls else _in_words
     messages = [form(message, traits) for message in messages]
     if tools and not traits.tools:
-        messages = _with_tools(messages, tools)
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        head: Message = {"role": "system", "content": TOOLS.format(listed)}
+        if messages[0]["role"] == "system":
+            head = joined(messages.pop(0), head, "\n\n")
+        messages.insert(0, head)
     if not traits.system and messages and messages[0]["role"] == "system":
-        head = [{**messages[0], "role": "user"}, *messages[1:2]]
-        messages = [*_taking_turns(head), *messages[2:]]
+        first = [{**messages[0], "role": "user"}, *messages[1:2]]
+        messages = [*_taking_turns(first), *messages[2:]]
     return messages if traits.neighbours else _taking_turns(messages)
-
-
-def _with_tools(
-    messages: list[Message], tools: Sequence[dict[str, Any]]
-) -> list[Message]:
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    described = {"role": "system", "content": TOOLS.format(listed)}
-    first, *rest = messages
-    if first["role"] == "system":
-        return [joined(first, described, "\n\n"), *rest]
-    return [described, *messages]
 
 
 def _in_words(message: Message, traits: Traits) -> Message:
@@ -171,33 +162,6 @@ def _taking_turns(messages: Sequence[Message]) -> list[Message]:
     return turns
 
 
-def probed(render: Render, *, has_tool_calls: bool) -> Traits:
-    """Return a template's traits; `has_tool_calls`: calls can be read in answers."""
-
-    def shown(messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
-        try:
-            return render([*messages], [*tools] or None)
-        except Exception:  # a template may raise any error
-            return ""
-
-    system = {"role": "system", "content": "systemprobe"}
-    two = [USER, {"role": "user", "content": "secondprobe"}]
-    tools = has_tool_calls and "toolprobe" in shown([USER], [TOOL])
-    kinds = (
-        Traits(short_ids=short, text_arguments=text)
-        for short in (False, True)
-        for text in (False, True)
-        if tools
-    )
-    seen = ((kind, shown(fitted(HISTORY, [TOOL], kind), [TOOL])) for kind in kinds)
-    return replace(
-        next((kind for kind, text in seen if _whole(text)), Traits(calls=False)),
-        system="systemprobe" in shown([system, USER]),
-        neighbours="secondprobe" in shown(two),
-        tools=tools,
-    )
-
-
 def _whole(seen: str) -> bool:
     whole = all(word in seen for word in ("valueprobe", "argprobe", "resultprobe"))
     # A template that concatenates an object renders Python's form of it.
@@ -230,8 +194,26 @@ class ChatTemplate:
         """Traits of the template, probed at the first chat."""
         if not self._has_template:
             return Traits(tools=False, calls=False)
-        has_calls = bool(self._tokenizer.has_tool_calling)
-        return probed(self._text, has_tool_calls=has_calls)
+        system = {"role": "system", "content": "systemprobe"}
+        two = [USER, {"role": "user", "content": "secondprobe"}]
+        # Whether calls can be read in answers, too
+        tools = bool(self._tokenizer.has_tool_calling)
+        tools = tools and "toolprobe" in self._shown([USER], [TOOL])
+        kinds = (
+            Traits(short_ids=short, text_arguments=text)
+            for short in (False, True)
+            for text in (False, True)
+            if tools
+        )
+        texts = (
+            (kind, self._shown(fitted(HISTORY, [TOOL], kind), [TOOL])) for kind in kinds
+        )
+        return replace(
+            next((kind for kind, text in texts if _whole(text)), Traits(calls=False)),
+            system="systemprobe" in self._shown([system, USER]),
+            neighbours="secondprobe" in self._shown(two),
+            tools=tools,
+        )
 
     def machine(self, tools: bool) -> Any:
         """Return what finds the marks of an answer to a chat with or without tools."""
@@ -269,9 +251,12 @@ class ChatTemplate:
         usual = REASONING if thinks else NORMAL
         return str(tokenizer.response_initial_state or usual)
 
-    def _text(self, messages: list[Message], tools: Any) -> str:
+    def _shown(self, messages: list[Message], tools: Any = None) -> str:
         args = {"tokenize": False, "add_generation_prompt": True, "tools": tools}
-        made = self._tokenizer.apply_chat_template(messages, **args, **self._args)
+        try:
+            made = self._tokenizer.apply_chat_template(messages, **args, **self._args)
+        except Exception:  # a template may raise any error
+            return ""
         return str(made)
 
 

@@ -71,28 +71,28 @@ class Conversation:
     ) -> None:
         """Add a message; other roles than user, assistant and tool are the system."""
         parts, more = self._read(role, blocks, where)
+        images = [part for part in parts if part["type"] == "image"]
+        texts = [part["text"] for part in parts if part.get("text")]
         match role:
             case "user":
-                said = self._content(parts)
+                said: Any = parts if images else self._between.join(texts)
                 if said or not any(isinstance(each, ResultBlock) for each in blocks):
                     self._add("user", said, name=name)
             case "assistant":
-                said, between = text_of(parts), self._between
+                said, between = "".join(texts), self._between
                 self._add("assistant", said, join=join, between=between, **more)
             case "tool":
-                images = [part for part in parts if part["type"] == "image"]
-                texts = [part["text"] for part in parts if part.get("text")]
                 empty = "Error" if failed else "The image follows." if images else ""
                 said = ("\n" if images else self._between).join(texts) or empty
                 message = _message("tool", said, tool_call_id=call, name=name)
                 self._results.append((message, images))
             case _:
-                texts = [BILLING.sub("", part.get("text", "")) for part in parts]
-                text = ("\n\n" if self._between else "").join(filter(None, texts))
-                if text and (self._turns or self._results):
-                    self._add("user", REMINDER.format(text), join=True, reminds=True)
-                elif text:
-                    self._system.append(text)
+                texts = [BILLING.sub("", text) for text in texts]
+                said = ("\n\n" if self._between else "").join(filter(None, texts))
+                if said and (self._turns or self._results):
+                    self._add("user", REMINDER.format(said), join=True, reminds=True)
+                elif said:
+                    self._system.append(said)
 
     def chat(self, tools: Sequence[Tool], template_args: dict[str, Any]) -> Chat:
         """Return all messages in order, with the images of their parts."""
@@ -162,11 +162,6 @@ class Conversation:
                 raise invalid(f"{where}: {block.type} does not belong here.", where)
         texts += [self._text(each, where) for each in block.content]
         return "\n".join(text for text in texts if text)
-
-    def _content(self, parts: list[Part]) -> Content:
-        if any(part["type"] == "image" for part in parts):
-            return parts
-        return self._between.join(part["text"] for part in parts if part["text"])
 
     def _add(
         self,

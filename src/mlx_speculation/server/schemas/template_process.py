@@ -109,20 +109,6 @@ def _child(descriptor: int, tokens: Any, limits: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def _execute(control: Connection, tokens: Any, limits: dict[str, Any]) -> int:
-    """Execute the next command, and return the number for the server."""
-    command = control.recv_bytes()
-    if command != FORK:
-        os.kill(int(command), signal.SIGKILL)  # a child that has ended keeps its id
-        return os.waitpid(int(command), 0)[1]
-    descriptor = recv_handle(control)
-    if (child := os.fork()) == 0:
-        control.close()
-        _child(descriptor, tokens, limits)
-    os.close(descriptor)
-    return child
-
-
 def main() -> None:
     """Read the tokenizer, then execute commands until the connection is closed."""
     import llguidance  # here, so that the server can import this module
@@ -140,7 +126,17 @@ def main() -> None:
     del vocabulary
     with suppress(EOFError, ConnectionError):
         while True:
-            control.send_bytes(b"%d" % _execute(control, tokens, settings["limits"]))
+            command = control.recv_bytes()
+            if command == FORK:
+                descriptor = recv_handle(control)
+                if (answer := os.fork()) == 0:
+                    control.close()
+                    _child(descriptor, tokens, settings["limits"])
+                os.close(descriptor)
+            else:
+                os.kill(int(command), signal.SIGKILL)  # an ended child keeps its id
+                answer = os.waitpid(int(command), 0)[1]
+            control.send_bytes(b"%d" % answer)
     os.killpg(0, signal.SIGKILL)  # ends all children and this process
 
 
