@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ class Answering:
 
     async def answer(self, kind: type[Face], body: TextOptions) -> Response:
         """Return the answer to a request with this body, in the form of a face."""
-        face = await in_thread(partial(kind, body, self._settings))
+        face = await self._in_thread(partial(kind, body, self._settings))
         return Answer(partial(self._send, face))
 
     async def count(self, body: TextOptions) -> int:
@@ -66,7 +66,24 @@ class Answering:
             assert chat is not None
             return len(self._template.rendered(chat))
 
-        return await in_thread(counted)
+        return await self._in_thread(counted)
+
+    async def _in_thread(self, act: Callable[[], T]) -> T:
+        """Return the result of a slow call in a daemon thread; errors are ApiErrors."""
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(act())
+            except BaseException as error:
+                outcome.set_exception(as_api_error(error))
+
+        threading.Thread(target=run, daemon=True).start()
+        result = asyncio.wrap_future(outcome)
+        while True:
+            self._worker.check_alive()
+            with suppress(TimeoutError):  # the thread goes on if its result is late
+                return await asyncio.wait_for(asyncio.shield(result), POLL_SECONDS)
 
     async def _send(self, face: Face, send: Send) -> None:
         request, jobs = face.request, list[Job]()
@@ -98,7 +115,7 @@ class Answering:
         self._worker.take()
         stack.callback(job.cancel)
         try:
-            await in_thread(partial(self._prepare, job, stack))
+            await self._in_thread(partial(self._prepare, job, stack))
         except BaseException:
             self._worker.done()
             raise
@@ -212,24 +229,6 @@ class Answering:
             return None
         text = tokenizer.decode(tokens)
         return min((one for one in stops if one in text), key=text.find, default=None)
-
-
-async def in_thread(act: Callable[[], T]) -> T:
-    """Return the result of a slow call in a daemon thread; its errors are ApiErrors."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(act())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        # The thread goes on if this call is cancelled.
-        return await asyncio.shield(asyncio.wrap_future(outcome))
-    except Exception as error:
-        raise as_api_error(error) from error
 
 
 class Answer(StreamingResponse):
