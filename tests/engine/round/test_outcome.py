@@ -73,3 +73,15 @@ def test_what_is_accepted_is_counted_before_the_cut_and_what_is_emitted_after() 
     assert (statistics.drafted, statistics.accepted, statistics.emitted) == (3, 3, 3)
     statistics = counted(outcome.until(1, "stop"))
     assert (statistics.rounds, statistics.drafts, statistics.emitted) == (1, 0, 1)
+
+
+def test_statistics_that_are_added_are_those_of_all_rounds() -> None:
+    rounds = [(3, 1, 2, "lookup"), (2, 2, 3, "model"), (4, 3, 4, "lookup")]
+    together, added = Statistics(), Statistics()
+    for counts in rounds:
+        alone = Statistics(reused=5, host_seconds=0.5)
+        alone.count(*counts)
+        added.add(alone)
+        together.count(*counts)
+    together.reused, together.host_seconds = 15, 1.5
+    assert added == together
