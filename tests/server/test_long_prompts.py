@@ -1,5 +1,6 @@
 """Long prompts are read in chunks: other texts go on, and waiting clients can leave."""
 
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -76,8 +77,11 @@ def test_a_short_request_goes_on_while_a_long_prompt_is_read(
     assert long.choices[0].text == plain.generate(prompt, max_tokens=9).text
 
 
-def test_a_client_that_leaves_is_read_no_further(slow: Server) -> None:
+def test_a_client_that_leaves_is_read_no_further(
+    slow: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = slow.worker
+    caplog.set_level("INFO", "mlx_speculation.server")
     with connect(slow) as connection:
         connection.sendall(packet({**ENDLESS, "stream": True}))
         received = b""
@@ -85,6 +89,12 @@ def test_a_client_that_leaves_is_read_no_further(slow: Server) -> None:
             received += connection.recv(1 << 12)
     until(lambda: worker.taken == 0)
     until(lambda: rows_held(worker) == 0)
+    begins, ended = caplog.messages
+    said = re.fullmatch("a prompt of ([0-9]+) tokens begins or waits", begins)
+    counted = re.match(r"prompt ([0-9]+), reused 0, read ([0-9]+); text 0 ", ended)
+    assert said
+    assert counted
+    assert 0 < int(counted[2]) < int(counted[1]) == int(said[1])
     assert b"requests_cancelled_total" in get(slow, "/metrics").body
     assert post(slow, {**SHORT, "max_tokens": 3}).status == 200
 

@@ -79,6 +79,7 @@ class Rows:
         if "logprobs" in job.request.options:
             job.texts = TokenTexts(self.generator.tokenizer)
         job.prompt_tokens = length
+        LOG.info("a prompt of %d tokens begins or waits", length)
         job.alone = self._batch.why_alone(uid)
         if job.alone is not None:
             self._metrics.add("rows_alone", job.alone)
@@ -190,11 +191,13 @@ def _line(job: Job, result: Result) -> str:
         f"{name} {counts.accepted}/{counts.drafted}"
         for name, counts in stats.sources.items()
     )
+    # A text that ended while its prompt was read has read a part of it.
+    whole = max(0, job.prompt_tokens - stats.reused)
+    read = whole if job.began else min(job.read, whole)
     paused = f"; drafting paused: {stats.paused}" if stats.paused else ""
     alone = "" if job.alone is None else f"; alone: {job.alone}"
     return (
-        f"prompt {job.prompt_tokens}, reused {stats.reused}, "
-        f"read {max(0, job.prompt_tokens - stats.reused)}; "
+        f"prompt {job.prompt_tokens}, reused {stats.reused}, read {read}; "
         f"text {len(result.tokens)} ({result.finish_reason}), drafted {stats.drafted}, "
         f"accepted {stats.accepted} ({sources or 'no drafts'}); "
         f"queued {queued:.2f} s, prefill {began - job.arrived - queued:.2f} s, "

@@ -70,7 +70,7 @@ class Job:
         self.arrived, self._seconds = time.monotonic(), seconds
         self.began: float | None = None  # time of the first token
         self.reading: float | None = None  # time when the first prompt tokens were read
-        self.prompt_tokens = self._read = 0
+        self.prompt_tokens = self.read = 0  # in tokens; those read so far
         self.alone: str | None = None  # why its row is decoded alone; None: it is not
         self.cancelled = False  # True: nobody waits for the answer
         self._loop = asyncio.get_running_loop()
@@ -102,8 +102,8 @@ class Job:
     def count_prefill(self, tokens: int) -> None:
         """Report that `tokens` more tokens of the prompt were read."""
         self.reading = self.reading or time.monotonic()
-        self._read += tokens
-        self.put(self._read)
+        self.read += tokens
+        self.put(self.read)
 
     def put(self, event: Event | Exception) -> None:
         """Pass on an event, or an error that ends the request, from any thread."""
