@@ -36,7 +36,7 @@ class WithState(Plain):
 
 
 class Reducing(Plain):
-    """Defines `__reduce__`: a copy is a call of the class with a name."""
+    """Defines `__reduce__`: the class is called with a name to make a copy."""
 
     def __init__(self, name: str = "theirs") -> None:
         super().__init__()

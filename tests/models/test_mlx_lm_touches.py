@@ -34,7 +34,7 @@ def parsed(module: str) -> tuple[list[str], ast.Module]:
     return text.split("\n"), ast.parse(text)
 
 
-# (module, name, fields) of each object.
+# (module, name, fields) of each listed object of mlx-lm.
 LISTED = [(m, n, fields) for m, names in TOUCHES.items() for n, fields in names.items()]
 
 

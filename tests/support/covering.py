@@ -50,7 +50,7 @@ def covering(
 
 
 def others_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Return the values of one parameter, for pytest's parametrize; some are quick."""
+    """Return one parameter's values for parametrize; all but the `quick` are slow."""
     return [
         value if value in quick else pytest.param(value, marks=pytest.mark.slow)
         for value in values
@@ -62,7 +62,8 @@ def _covering_places(
 ) -> set[tuple[int, ...]]:
     """Return combinations that meet all needs, chosen greedily.
 
-    Each choice meets the most open needs; among equals, its values were used the least.
+    Each choice meets the most open needs. Of equally good combinations, the one whose
+    values were used the least is chosen.
     """
     met_by = {each: _needs(each, pairs) for each in places}
     left = set[Need]().union(*met_by.values())

@@ -33,8 +33,9 @@ from support.models.eagle_checkpoints import write_eagle
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# ROWS is the default number of rows of a forward; with six, bits differ under OpenBLAS
-# on a CPU without AVX-512. With this STEP, the views grow several times in every text.
+# ROWS is the default number of rows of a forward. With six rows, even texts in exact
+# mode differ under OpenBLAS on a CPU without AVX-512. With this STEP, the views grow
+# several times in every text.
 ROWS, STEP = 8, 16
 PROMPT, TOKENS = 21, 40  # more than a window of 16
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}

@@ -92,7 +92,7 @@ def test_lists_that_do_not_agree_are_named(
 
 
 def test_a_list_that_cannot_count_from_0_counts_from_1() -> None:
-    """Counted from 0, a target of 6 layers has no layer 6."""
+    """If layers are counted from 0, a target of 6 layers has no layer 6."""
     for read, config in (
         (of_eagle, {"eagle_config": {IDS: [2, 4, 6]}}),
         (of_blocks, {"dflash_config": {OWN: [2, 4, 6]}}),

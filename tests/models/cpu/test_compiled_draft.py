@@ -1,4 +1,4 @@
-"""Compiled steps of a draft model give the logits and caches of uncompiled ones.
+"""Compiled steps of a draft model give the same logits and caches as uncompiled steps.
 
 Most tests switch mlx's compiler off: a first compilation takes 16 seconds.
 """

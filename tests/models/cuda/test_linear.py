@@ -36,7 +36,7 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture
 def calls() -> list[int]:
-    """Return a list that records how many weight matrices each call multiplies."""
+    """Return a list that gets each kernel call's number of weight matrices."""
     return []
 
 

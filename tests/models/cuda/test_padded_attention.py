@@ -142,7 +142,7 @@ def show(rows: int, before: int) -> None:
 def test_who_is_asked(
     rows: int, kind: str, sinks: bool, shown_sizes: list[Shown]
 ) -> None:
-    """The CUDA kernel does not take a head dimension of 48, so mlx computes all."""
+    """The CUDA kernel does not take a head dimension of 48, so mlx's own runs."""
     count = rows + 7
     queries = normal((1, 2, rows, 48), 1).astype(mx.bfloat16)
     keys = normal((1, 1, count, 48), 2).astype(mx.bfloat16)

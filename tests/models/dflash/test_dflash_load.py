@@ -16,7 +16,7 @@ from support.models.tiny_models import build
 
 
 def with_own(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    """Return a config.json with other dflash_config keys; None removes a key."""
+    """Return a config.json with changed keys in `dflash_config`; None removes a key."""
     block_config = config["dflash_config"] | keys
     left = {key: value for key, value in block_config.items() if value is not None}
     return {**config, "dflash_config": left}

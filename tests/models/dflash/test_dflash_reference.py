@@ -59,7 +59,7 @@ def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
         samples=False,
     )
     context = draft.dflash.states(known.states(draft.taps))
-    # All of the context comes with the block, or its first 15 positions come earlier.
+    # Number of context positions that the drafter reads before the block's forward.
     for known_rows in (0, 15):
         output = block(draft, context, known.tokens, known_rows)
         seen = [(output[:, row], None) for row in range(draft.dflash.head.depth)]

@@ -31,7 +31,7 @@ def layers_of(config: dict[str, Any]) -> list[int | None]:
     return list(eagle_taps(config, LAYERS))
 
 
-# Layers of the target that a head reads.
+# Layers of the target that a head reads, by dialect.
 READ = {"four": (1, 3, 6, 8), "last state": (11,), "last state, projected": (11,)}
 
 

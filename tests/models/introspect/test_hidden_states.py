@@ -257,7 +257,7 @@ def test_embeddings_are_rows_of_the_table_or_what_the_first_layer_is_given(
 def test_a_model_without_the_later_layers_ends_in_the_state_of_the_last_one(
     name: str,
 ) -> None:
-    """Norm and head make logits of each layer's state, as if it were the last layer."""
+    """Norm and head turn a layer's state into the logits of a model that ends there."""
     model = census.build(name)
     (norm,) = final_norms(model)
     layers = list(model.layers)

@@ -116,7 +116,7 @@ def test_no_other_model_takes_trees_that_are_not_its_paths(name: str) -> None:
 
 
 def takes_trees(name: str, *, expected: bool | None) -> None:
-    """Assert that a model is refused, or is right on a tree past its window."""
+    """Assert that a model is refused, or gives a tree the logits of its chains."""
     if census.BUILT[name].unequal:
         return  # refused for every draft
     model = census.build(name)

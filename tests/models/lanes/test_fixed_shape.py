@@ -150,7 +150,8 @@ def test_a_row_does_not_depend_on_where_the_prompt_ends(prompt: int) -> None:
     assert all(whole[at].tobytes() == part[at].tobytes() for at in part)
 
 
-# Deliberate faults, which the tests above would detect:
+# Deliberate faults, which the tests above would detect. One more fault, a view that is
+# too large, changes bits on GPUs only: see test_fixed_view.py.
 
 
 def test_padding_that_is_kept_is_found() -> None:
@@ -171,7 +172,6 @@ def test_padding_that_is_kept_is_found() -> None:
 @pytest.mark.slow
 @with_openblas
 def test_a_prompt_in_one_forward_is_found() -> None:
-    """Too large a view changes bits on GPUs only; test_fixed_view.py tests that."""
     (differing_rows,) = with_openblas_in_front("compare_wide_prompt('llama', 40, 29)")
     assert int(differing_rows) > 0
 

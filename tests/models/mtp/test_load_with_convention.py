@@ -1,4 +1,4 @@
-"""Sources of a head's convention. A probe runs once."""
+"""Sources of a head's convention. A head is probed once; the result is saved."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ class Untouched:
 @pytest.fixture(name="cache", autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
-    # A text of half as many rows is enough to tell conventions apart.
+    # Two of the four texts are enough to tell conventions apart.
     monkeypatch.setattr(load_with_convention, "STARTS", STARTS[:2])
     return tmp_path / "cache"
 

@@ -35,7 +35,7 @@ DEFAULT = MtpConvention()
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
-    # A text of half as many rows is enough to tell conventions apart.
+    # Two of the four texts are enough to tell conventions apart.
     monkeypatch.setattr(load_with_convention, "STARTS", STARTS[:2])
 
 

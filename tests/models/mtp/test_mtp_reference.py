@@ -48,7 +48,7 @@ def _bench(tmp_path_factory: pytest.TempPathFactory) -> MakeBench:
 
 
 def assert_same(ours: HeadOutput, theirs: MtpRows, start: int, stop: int) -> None:
-    """Compare the output of slots [start, stop) with that of the whole history."""
+    """Compare the output of slots [start, stop) with the reference of all slots."""
     assert_close(ours.logits, theirs.logits[start:stop])
     assert_close(ours.recycled, theirs.recycled[start:stop])
 

@@ -13,9 +13,9 @@ from support.references.blocks.primitives import Array
 from support.references.mtp.families import FAMILIES
 
 PROMPT = 6
-# Accepted and drafted tokens of each round.
+# Numbers of accepted and of drafted tokens, by round.
 ROUNDS = [(0, 3), (3, 3), (1, 2), (2, 3), (0, 1), (1, 3), (0, 1)]
-# Other families differ within a slot only, which test_mtp_reference.py covers.
+# The other families differ from these within a slot only: see test_mtp_reference.py.
 QUICK = (
     *("ernie", "glm4_moe", "deepseek_v32", "longcat_flash", "bailing_hybrid", "mimo"),
     *("mimo_v2_flash", "nemotron_h", "qwen3_5", "step3p5"),

@@ -61,7 +61,7 @@ def _in_chunks(monkeypatch: pytest.MonkeyPatch) -> list[chunked_delta.Chunk]:
 def recurrence(
     q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array
 ) -> tuple[Array, list[Array]]:
-    """Return the outputs of all rows and the state after each row, step by step."""
+    """Compute row by row; return all outputs, and the state after each row."""
     batch, rows, heads, _ = v.shape
     ratio = heads // k.shape[2]
     y, after, current = np.zeros_like(v), [], state.copy()
@@ -80,7 +80,7 @@ def recurrence(
 
 @st.composite
 def blocks(draw: st.DrawFn) -> dict[str, mx.array]:
-    """Draw a block; gates may be at or near their limits, and keys may be alike."""
+    """Draw a block, often with gates near their limits, or with keys that are alike."""
     rows = draw(st.integers(2, 18))
     batch, key_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     ratio, dim, width = (draw(st.integers(1, n)) for n in (3, 9, 6))

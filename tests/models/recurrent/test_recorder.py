@@ -79,9 +79,9 @@ def test_every_replayable_mixer_stands_in_a_tiny_model() -> None:
 def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
     """Slots and next logits equal those after feeding only the kept rows.
 
-    One row and several rows may round differently, in products and in formulas. So the
-    bound is the difference between feeding the kept rows at once and one by one. Plain
-    decoding has that difference too. Models that are `bitwise` must have equal bits.
+    Forwards of one row and of several may round differently. So the bound is the
+    difference between feeding the kept rows at once and one by one. Plain decoding has
+    that difference too. Models that are `bitwise` must have equal bits.
     """
     model = build_recurrent(name)
     start = prefilled(model)

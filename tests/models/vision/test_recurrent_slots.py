@@ -20,7 +20,7 @@ def ids(start: int, stop: int) -> mx.array:
 
 @pytest.mark.parametrize("keep", range(6))
 def test_a_part_of_a_round_is_what_mlx_vlm_commits(keep: int) -> None:
-    """Operations and their order are the same, so states agree bit for bit."""
+    """The layers run the operations of mlx-vlm in its order, so bits are equal."""
     model = tiny("qwen3_5")
     vlm_caches = import_module("mlx_vlm.models.cache").make_prompt_cache(
         model.language_model

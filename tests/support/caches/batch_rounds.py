@@ -199,7 +199,7 @@ class Batch(Counting):
         return written
 
     def write(self, shown: Any, plan: Plan) -> list[list[Rows]]:
-        """Write new tokens; if watched, compare each row's view with its twin's."""
+        """Write new tokens; if `plan.watch`, compare the views of rows and of twins."""
         written: list[list[Rows]] = [[] for _ in self.rows]
         twins = [detached(row.twin) for row in self.rows] if plan.watch else []
         after = 0

@@ -174,7 +174,7 @@ class RaggedQuantizedKind(RaggedKind):
         return cache
 
     def arrays(self, rows: Sequence[Rows]) -> tuple[mx.array, mx.array]:
-        """Return a token's pair, repeated: keys of 32 and values of 64 numbers."""
+        """Repeat each (position, serial) in keys of 32 and values of 64 numbers."""
         pairs, _ = together(rows)
         return mx.tile(pairs, (1, 1, 1, 16)), -mx.tile(pairs, (1, 1, 1, 32))
 

@@ -63,7 +63,7 @@ def detached(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """The rows of a cache that each of `width` next queries would see."""
+    """The rows of a cache that each of the next `width` queries would see."""
 
     keys: mx.array  # [rows, 2]
     values: mx.array  # [rows, 3]

@@ -86,7 +86,7 @@ def pick(rng: Random, items: Any) -> Any:
     return choices[rng.integers(len(choices))]
 
 
-# Changes of a draft, all of which keep shapes and data consistent.
+# Functions that change a `Draft`. All keep its shapes and data consistent.
 
 
 def _some(draft: Draft, rng: Random) -> str:

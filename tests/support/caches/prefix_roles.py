@@ -88,7 +88,7 @@ def snapshots(prefixes: PrefixCache) -> list[Snapshot]:
 def request(
     prefixes: PrefixCache, tokens: list[int], roles: dict[int, tuple[Kind, int]]
 ) -> dict[int, tuple[int, list[int]]]:
-    """Play a request; return reused tokens and restore points of each role.
+    """Play a request; return by role a count of reused tokens, and restore points.
 
     `roles` has the kind of each role, and how many last tokens its caches lack. All
     tokens but the last are looked up. Restore points that exceed the cache's memory

@@ -29,8 +29,8 @@ def _attend(cache: Any, arrays: tuple[mx.array, mx.array]) -> list[Any]:
 def _wide(rows: Rows) -> tuple[mx.array, mx.array]:
     """Return keys [1, 1, n, 32] and values [1, 1, n, 64] for quantization.
 
-    A quantized group repeats one pair, and its scale and bias are those of the pair, so
-    that different pairs stay different.
+    A quantized group repeats one pair (position, serial). The pair sets the group's
+    scale and bias, so different pairs stay different.
     """
     pairs, _ = tagged(rows)
     return mx.tile(pairs, (1, 1, 1, 16)), -mx.tile(pairs, (1, 1, 1, 32))

@@ -131,7 +131,7 @@ class Twins(Counting):
         return written
 
     def write(self, caches: list[Any], plan: Plan, views: list[Any]) -> list[Rows]:
-        """Write all rows; if watched, collect the views of the cache and of a copy."""
+        """Write all rows; unless `plan.watch` is "never", collect views to compare."""
         native = detached(self.cache) if plan.watch != "never" else None
         cache = caches if isinstance(self.cache, list) else caches[0]
         written, after = [], 0

@@ -115,7 +115,7 @@ class KnowingMtp:
         cached = _cached_rows(caches[0])
         logits, state_ids = [], []
         for row, (text, position) in enumerate(places):
-            if text < 0:  # as in a row without a state, whose draft is not used
+            if text < 0:  # no text has this state, and the row's draft is not used
                 self.unknown += self._first
                 logits.append(0)
                 state_ids.append(0.0)
@@ -137,7 +137,7 @@ class KnowingMtp:
     def _write(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
     ) -> list[tuple[int, int]]:
-        """Write (position, token) of slots; return text and position of the last."""
+        """Write (position, token) of slots; return each row's last (text, position)."""
         values: Floats = np.array(hidden)
         ids: Any = tokens.tolist()
         self._first = not (values[:, -1] >= _OWN).any()

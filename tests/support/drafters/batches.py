@@ -25,7 +25,7 @@ from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = TINY_MODELS | RECURRENT_MODELS
-LONGEST = 20  # tokens of a text, more than a window: the prompt leaves the window
+LONGEST = 20  # tokens of a text; more than a window of 16, so the prompt leaves it
 PROMPTS = (1, 2, 6, 17, 23, 40)  # numbers of tokens; windows hold 16
 SAMPLINGS = (
     Sampling(),

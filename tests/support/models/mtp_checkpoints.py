@@ -55,8 +55,8 @@ class Layout:
 
 LAYOUTS = {name: Layout(**row) for name, row in read_rows(__file__).items()}
 
-# Layouts that differ in kind: stored norms, experts, caches, layers and their order,
-# own embeddings or output layers, blocks.
+# Layouts that cover all kinds of stored norms, experts, caches, layers and their order,
+# own embeddings or output layers, and blocks.
 EACH_KIND = (
     *("qwen3_5_moe", "deepseek_v32", "mimo_v2_flash", "ernie4_5_moe"),
     *("longcat_flash", "nemotron_h", "step3p5", "bailing_hybrid"),

@@ -20,8 +20,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import base
 
-# ModelArgs.from_dict inspects a signature for each key. Without this cache that takes
-# half the time of a build.
+# ModelArgs.from_dict inspects a signature for each key. Without this cache, the
+# inspection takes half the time of a build.
 vars(base)["inspect"] = SimpleNamespace(signature=cache(inspect.signature))
 
 # Layers must outweigh the embedding in the residual stream, or a model with tied

@@ -36,7 +36,7 @@ KINDS = (
     *("internvl_chat", "lfm2_vl", "pixtral", "mistral3"),
 )
 OTHERS = [name for name in FAMILIES if name not in KINDS]
-# Vectors that the constructors fill with random values; others keep their values.
+# Names of vectors that get random values. Other vectors keep the constructors' values.
 _DRAWN = {
     "bias",
     "dt_bias",

@@ -17,8 +17,8 @@ from support.processes.programs import WITHOUT_TORCH
 
 # On macOS mlx always uses Accelerate.
 linux = pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
-# The extra 'cpu' installs both mlx's CPU backend and the wheel: with the backend
-# installed, tests fail if the wheel is missing.
+# The extra 'cpu' installs both mlx's CPU backend and the wheel scipy-openblas32. So if
+# the backend is installed and the wheel is missing, tests fail.
 EXPECTED = wheel_version() is not None or installed("mlx-cpu") is not None
 with_wheel = pytest.mark.skipif(
     not EXPECTED, reason="scipy-openblas32 comes with the extra 'cpu'"

@@ -17,8 +17,8 @@ def at_opcode(
 ) -> Iterator[list[int]]:
     """Call `action` at the `number`-th opcode of files whose path contains `traced`.
 
-    Opcodes of the code `skip` are not counted. Yields a list with the number of opcodes
-    left until then, below 0 afterwards.
+    Opcodes of the code `skip` are not counted. Yields a list of one number, the opcodes
+    that remain until the call; after the call it is 0 or negative.
     """
     left = [number]
 

@@ -136,7 +136,7 @@ class Streams:
 
 
 class Mixed:
-    """Mixes plain steps and drafts, some of them planned during a plain step."""
+    """Mixes plain steps and drafts, so some drafts are planned during a plain step."""
 
     longest = 2
 

@@ -20,11 +20,12 @@ class OracleStep:
 
     Every call is checked. The first call of a round gets the target's state before the
     newest token; later calls get the oracle's state. Each call reads the target's keys
-    and values of all positions before the newest token, or of its last window.
+    and values of all positions before the newest token; in sliding layers, of the last
+    `WINDOW` of these positions.
 
     Args:
         wrong: returns whether the token at a position is predicted wrong.
-        sparse: whether it returns logits for a few ids only.
+        sparse: whether the oracle returns logits for a few ids only.
         gone: number of rows of a window that a step in flight may have replaced.
     """
 

@@ -11,9 +11,10 @@ from mlx_speculation.samplers.rules.verification import BLOCK
 
 
 def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """Return the probability that both models choose each token with the same noise.
+    """Return for each token the probability that both models choose it.
 
-    For x it is 1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by
+    Both use the same noise; p is the target's distribution, q the draft's. For token x
+    it is 1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by
     p / q, the maximum changes sides once, so two running sums are enough. The sum over
     x is the acceptance; its error in float32 is 1e-4 at a vocabulary of 150,000.
     """

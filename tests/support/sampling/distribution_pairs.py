@@ -122,7 +122,10 @@ KINDS: dict[str, Callable[[Draws, tuple[int, ...]], Pair]] = {
 def tables(
     vocab: int, k: int, seed: int, kinds: list[str] | None = None, each: int = 1
 ) -> Tables:
-    """Draw `each` pairs of every named kind; by default all kinds, and mixed thrice."""
+    """Draw `each` pairs for every name in `kinds`.
+
+    By default "mixed" is named three times, and every other kind once.
+    """
     draws = np.random.default_rng([vocab, k, seed])
     names = kinds or [*KINDS, "mixed", "mixed"]
     target: list[Array] = []

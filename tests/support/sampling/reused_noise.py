@@ -41,7 +41,7 @@ def enumerate_two_rounds(rule: Rule, tables: Tables) -> Array:
 
 
 def _after_one_token(tables: Tables, pair: int) -> Tables:
-    """Return the tables of a pair after its first token; each token makes one pair."""
+    """Return the tables of a pair after its first token: a pair for each such token."""
     vocab = tables.vocab
 
     def shifted(distributions: list[Array]) -> list[Array]:

@@ -9,6 +9,7 @@ Array = NDArray[np.float64]
 def shared_noise_distribution(first: Array, second: Array) -> Array:
     """Return the probability that one noise draws x from the first, y from the second.
 
+    The first distribution is p, the second q.
     E_z = exp(-noise_z) is exponential, and x is drawn from p if E_x / p_x is the
     smallest. For x = y the probability is 1 / sum over z of max(p_z / p_x, q_z / q_x).
     For x != y, with t = E_y / E_x, it is the integral from p_y / p_x to q_y / q_x of

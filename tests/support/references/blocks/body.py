@@ -16,7 +16,7 @@ class Body:
     kv_heads: int  # number of key heads (nkv)
     head_dim: int  # channels of a head (hd)
     eps: float  # of every RMSNorm
-    scale: float  # of attention scores: hd^-0.5, and 1 for Gemma 4
+    scale: float  # of attention scores: hd^-0.5, or 1 for Gemma 4
     rope: Rope  # of queries and keys
     windows: tuple[int | None, ...]  # by layer; None: full attention
     gemma: bool  # sandwich norms, a norm of the values, tanh-GELU, `layer_scalar`

@@ -50,8 +50,8 @@ class Latent:
 class EagleHead:
     """A head of the EAGLE-3 family over whole sequences of slots.
 
-    `embeddings` and `lm_head` are the target's, for heads without their own. A config
-    without `norm_before_residual` has the value `absent_norm_before_residual`.
+    `embeddings` and `lm_head` are the target's, for heads without their own. If the
+    config lacks `norm_before_residual`, `absent_norm_before_residual` is its value.
     """
 
     def __init__(

@@ -151,10 +151,11 @@ def block_taps(config: Mapping[str, Any], target_layers: int = 0) -> list[int]:
 def eagle_taps(config: Mapping[str, Any], target_layers: int) -> list[int]:
     """Tapped layers of an EAGLE-3 or P-EAGLE head, as `block_taps` returns them.
 
-    `target_layer_ids` (DeepSpec) are layer ids. `eagle_aux_hidden_state_layer_ids` at
-    the top level are tuple ids: indices of transformers' hidden states, in which 0 is
-    the embedding. If `use_aux_hidden_state` is false only the last layer is tapped. The
-    default is tuple ids {2, N // 2, N - 3}.
+    `target_layer_ids` (DeepSpec) are layer ids. `eagle_aux_hidden_state_layer_ids` are
+    layer ids in `eagle_config`. At the top level they are tuple ids: indices of
+    transformers' hidden states, in which 0 is the embedding. If `use_aux_hidden_state`
+    is false, only the last layer is tapped. Without a list, the tuple ids are
+    2, N // 2 and N - 3, where N is `target_layers`.
     """
     inside = config.get("eagle_config") or {}
     if inside.get("use_aux_hidden_state") is False:
