@@ -1,4 +1,4 @@
-"""Scores of conventions, and the choice of the best one."""
+"""Scores of conventions, and the choice of the best convention."""
 
 import mlx.core as mx
 import numpy as np

@@ -42,7 +42,7 @@ def test_chains_are_those_of_the_reference(
     dialect: str, known_rows: int, tmp_path: Path
 ) -> None:
     read = READ.get(dialect, (1, 4, 6))
-    if dialect == "authors":  # no list: usual layers
+    if dialect == "authors":  # no list, so the usual layers
         read = (1, 5, 8)
     name = "vllm" if dialect == "four" else dialect
     folder, source = draft_folder(write_eagle(tmp_path, name, read))

@@ -24,7 +24,7 @@ def test_a_random_head_is_refused_unless_its_layers_are_named(tmp_path: Path) ->
 
 
 def test_the_last_state_is_read_before_or_after_the_norm(tmp_path: Path) -> None:
-    """Files do not say which of the two states a head reads."""
+    """Files do not say whether a head reads the state before or after the norm."""
     folder, model = write_eagle(tmp_path, "last state"), build("llama", layers=4)
     loaded = load_eagle_head(folder, model)
     assert (loaded.layers, loaded.notice) == ((AFTER_NORM,), "")

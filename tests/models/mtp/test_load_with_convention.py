@@ -62,7 +62,7 @@ def test_a_probe_finds_the_convention_once_and_saves_it(
         weights, expected = flat(other), flat(head)
         assert weights.keys() == expected.keys()
         assert all(mx.array_equal(weights[name], expected[name]) for name in weights)
-    # A saved convention is used without a probe while the hashes of the files match.
+    # A saved convention is used without a probe until the hashes of the files change.
     saved["convention"]["recycled"] = "before_norm"
     file.write_text(json.dumps(saved), encoding="utf-8")
     kept = load_mtp_head(hybrid, model, tokenizer=Untouched())

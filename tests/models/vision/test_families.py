@@ -121,7 +121,7 @@ def test_rows_of_gemma3n_are_not_steps() -> None:
 
 @WITHOUT_MLX_VLM
 def test_hunyuan_reads_positions_from_the_model() -> None:
-    """hunyuan_vl is refused: the model keeps positions, perhaps of another request."""
+    """hunyuan_vl is refused: it uses kept positions, perhaps of another request."""
     vlm = build("hunyuan_vl", TINY_REFUSED["hunyuan_vl"])
     positions = mx.broadcast_to(mx.arange(6), (1, 4, 6))
     ids = mx.arange(6)[None]

@@ -91,8 +91,8 @@ def request(
     """Play a request; return by role a count of reused tokens, and restore points.
 
     `roles` has the kind of each role, and how many last tokens its caches lack. All
-    tokens but the last are looked up. Restore points that exceed the cache's memory
-    are dropped.
+    tokens but the last are looked up. Restore points for which the prefix cache
+    has no memory are dropped.
     """
     left: list[Left] = []
     running: list[Any] = []

@@ -65,7 +65,7 @@ class TurningDrafter(ScriptedDrafter):
     def __init__(self, text: list[int], vocab: int = 256, seed: int = 0) -> None:
         super().__init__(text, right=1.0, vocab=vocab, seed=seed)
         self._right_ones = 0
-        self.settled: list[tuple[int, int]] = []  # of each draft: accepted, right
+        self.settled: list[tuple[int, int]] = []  # counts by draft: accepted, right
         self.empty = 0
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:

@@ -34,7 +34,7 @@ class TreeDrafter:
         self._text, self._right = text, right
         self._random = random.Random(seed)
         self.proposed = self.chains = self._deepest = 0
-        self.settled: list[tuple[int, int]] = []  # of each tree: accepted, right
+        self.settled: list[tuple[int, int]] = []  # counts by tree: accepted, right
 
     def begin(self, sequence: Sequence) -> None:
         """Do nothing."""

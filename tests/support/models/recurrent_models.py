@@ -50,7 +50,7 @@ def build_recurrent(name: str) -> nn.Module:
 
 PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
 BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
-# A batch whose first row is the block.
+# A batch whose first row is that of `BLOCK`.
 ROWS = mx.array([[201, 7, 96, 255, 31, 148], [5, 5, 80, 2, 0, 9], [90, 1, 44, 3, 6, 8]])
 
 
@@ -64,7 +64,7 @@ def hooked(model: nn.Module) -> Iterator[ModelHooks]:
 
 
 def prefilled(model: nn.Module) -> list[Any]:
-    """Return caches that hold the prefix."""
+    """Return caches that hold `PREFIX`."""
     caches = make_prompt_cache(model)
     model(PREFIX, cache=caches)
     mx.eval(states(caches))

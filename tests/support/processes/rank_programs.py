@@ -396,7 +396,7 @@ def architectures(parallel: Parallel) -> dict[str, Any]:
             can = hasattr(getattr(model, "model", None), "pipeline")
         if not can:
             continue
-        (FOLDER / f"now{rank}").write_text(name)  # names the architecture if it hangs
+        (FOLDER / f"now{rank}").write_text(name)  # shows which architecture hangs
         try:
             spread(model, group, parallel)
             generator(model)  # raises before any forward if refused

@@ -174,7 +174,7 @@ LENGTHS: dict[str, int | None] = {
 
 
 def several(*kinds: str) -> dict[str, dict[str, list[int]]]:
-    """Return the texts of each method of `Streams`, by kind of drafts; default: all."""
+    """Return the texts of `Streams` by kind of drafts (default: all) and by method."""
     said: dict[str, dict[str, list[int]]] = {}
     for name in kinds or LENGTHS:
         sampling = SAMPLED if name == "adaptive" else Sampling()

@@ -70,7 +70,7 @@ class Rule:
 
 
 def first_failure(acceptance: Array) -> Array:
-    """Odds of each count when the first coin that fails ends the round."""
+    """Odds of each accepted count if the first coin that fails ends the round."""
     ones = np.ones((*acceptance.shape[:-1], 1))
     reached = np.concatenate([ones, np.cumprod(acceptance, axis=-1)], axis=-1)
     fails = np.concatenate([1 - acceptance, ones], axis=-1)
@@ -79,7 +79,7 @@ def first_failure(acceptance: Array) -> Array:
 
 
 def last_success(acceptance: Array) -> Array:
-    """Odds of each count when the last coin that passes decides the count."""
+    """Odds of each accepted count if the last coin that passes decides it."""
     ones = np.ones((*acceptance.shape[:-1], 1))
     fails = np.flip(np.cumprod(np.flip(1 - acceptance, -1), axis=-1), -1)
     after = np.concatenate([fails, ones], axis=-1)

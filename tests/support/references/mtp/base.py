@@ -50,7 +50,7 @@ class Family:
     # Names and shapes of all tensors that are no copies. A # in a name stands for each
     # number below the first number of the shape.
     tensors: Mapping[str, Sequence[int]]
-    layers: int = 1  # layer k reads the output of layer k - 1 at the same slot
+    layers: int = 1  # number of layers; layer k reads what layer k - 1 recycles
     used: int | None = None  # number of layers that are used; None: all
     hidden_first: bool = False  # the state precedes the embedding in the concatenation
     plus_one: bool = False  # norms are stored as w and applied as 1 + w
