@@ -68,7 +68,7 @@ def made_again(method: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 
 
 def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """Return a subclass of `kind` with its name; copies of instances are of `kind`."""
+    """Return a subclass of `kind`, of the same name; copies of instances lack hooks."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     names_of_class = {**names, "__doc__": kind.__doc__, "_hooked_from": kind, **methods}
     names_of_class["__reduce_ex__"] = _reduced
@@ -76,7 +76,7 @@ def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
 
 
 def _reduced(module: nn.Module, protocol: Any) -> Any:
-    """Return the `__reduce_ex__` value of the plain module, for `copy` and `pickle`."""
+    """Return the `__reduce_ex__` value of a module without hooks, for its copies."""
     kind = plain_class(module)
     if kind.__reduce_ex__ is _reduced:  # other code derived it from a hooked class
         return object.__reduce_ex__(module, protocol)

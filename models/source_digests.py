@@ -2,8 +2,9 @@
 
 `mlx_lm_touches.toml` lists the parts that caches/, models/ and samplers/ use, with the
 digest of each source. A part is unknown if its source has another digest or is missing
-(as in a bundle without .py files). So is a class with a method that was written outside
-of it. An unknown mixer is not replayed: the model runs again, which is always correct.
+(as in a bundle without .py files). A class is also unknown if one of its methods was
+written outside of it. An unknown mixer is not replayed: the model runs again, which is
+always correct.
 """
 
 import ast

@@ -123,7 +123,7 @@ def layer_windows(
     """Return the window of each layer; None: it has none.
 
     `kinds` is the list `layer_types` of config.json. It has to have `count` entries.
-    `config[key]` is the size of all windows.
+    `config[key]` is the size of each window.
     """
     known = isinstance(kinds, list) and all(each in (FULL, SLIDING) for each in kinds)
     if not known or len(kinds) != count:
@@ -213,9 +213,9 @@ def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
 
 
 def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | None:
-    """Remove d2t and t2d from the weights; return the target's id of each logit.
+    """Remove d2t and t2d from the weights; return the target's id of each column.
 
-    The id of column i is i + d2t[i], below `vocab`. None: there is no d2t.
+    A column of logits, i, has the id i + d2t[i], below `vocab`. None: there is no d2t.
 
     Raises:
         ModelFolderError: columns share an id, the target lacks an id, or t2d has

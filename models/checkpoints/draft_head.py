@@ -33,7 +33,7 @@ class Ends(Protocol):
         ...
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Return the logits of states after the norm."""
+        """Return the logits of normed states."""
         ...
 
 
@@ -134,11 +134,11 @@ class HeadOnTarget(ABC):
     def _run(
         self, layer: int, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
     ) -> mx.array:
-        """Return the states before the norm, and write the positions to the caches."""
+        """Return the states before the head's norm; write positions to the caches."""
 
     @abstractmethod
     def _output(self, layer: int, states: mx.array) -> HeadOutput:
-        """Return the head's output for states before the norm."""
+        """Return the head's output for the states that `_run` returns."""
 
 
 class ParallelHead(Protocol):
@@ -149,8 +149,8 @@ class ParallelHead(Protocol):
     ) -> None:
         """Write the keys and values of positions of committed text to the caches.
 
-        `hidden` are the input states, [texts, positions, dim]. `tokens` are the ids
-        after each position, [texts, positions].
+        `hidden` are the head's input states, [texts, positions, dim]. `tokens` has the
+        id of the token after each position, [texts, positions].
         """
         ...
 

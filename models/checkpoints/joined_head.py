@@ -29,8 +29,8 @@ class OwnEnds(NamedTuple):
 
     # The target's id for each column of logits, uint32 [n]; None: all ids, in order
     ids: mx.array | None = None
-    output: int | None = None  # columns of its output layer; None: the target's is used
-    embedding: int | None = None  # rows of its embedding; None: the target's is used
+    output: int | None = None  # number of logits; None: the target's layer makes them
+    embedding: int | None = None  # number of rows; None: the target's is used
 
 
 class Loaded(NamedTuple):
@@ -45,8 +45,8 @@ class JoinedHead(nn.Module):
     """A head without its decoder layers.
 
     `width` is the input size of `fc`: the target's hidden size times the number of its
-    layers that the head reads. With `gemma`, the arguments of Gemma 4's layers, the
-    head scales its own embeddings and caps its own logits.
+    layers that the head reads. `gemma` has the arguments of Gemma 4's layers; with it
+    the head scales its own embeddings and caps its own logits.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ def check_layers(
     name: str,
     *,
     trunk: int,  # how many layers the target has
-    features: Sequence[int] = (),  # possible counts of layers of `fc`; empty: unknown
+    features: Sequence[int] = (),  # how many layers `fc` can read; empty: unknown
     lowest: int = 0,  # -1: the embeddings are allowed too
     advice: str = "",  # the end of the error for a layer that is missing
 ) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ A list in config.json, at its top or in a nested part, counts in one of two ways
     tuple    0 is the embedding, i the output of layer i - 1. Usual in the other keys
 
 This module returns layers counted from 0; -1 stands for the embedding. Without a list,
-the candidates for a probe are the usual layers of this kind of draft and of other
-kinds.
+the candidates for a probe are the layers that drafts of this or another kind usually
+read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ class LayerList:
 class LayerReadings:
     """Lists of layers, on one of which a draft was trained."""
 
-    # The candidates, the usual ones first, each with its name in messages
+    # The candidates, each with its name in messages; the first is the usual one
     layers: Mapping[Layers, str]
     name: str  # of the draft
     stated: LayerList | None = None  # the list in config.json
@@ -98,7 +98,7 @@ def stated_list(config: Config, name: str) -> LayerList | None:
             other.
     """
     first: LayerList | None = None
-    # The nested part of a kind of draft comes first.
+    # Nested parts for one kind of draft come first.
     special = ("eagle_config.", "dflash_config.")
     parts = sorted(parts_of(config), key=lambda each: not each[0].endswith(special))
     for path, part in parts:
@@ -132,7 +132,7 @@ def read_layers(
     name: str,  # of the draft, for messages
     *,
     trunk: int,  # how many layers the target has
-    features: Sequence[int],  # possible counts of layers of `fc`; empty: unknown
+    features: Sequence[int],  # how many layers `fc` can read; empty: unknown
     # Called with (trunk, number of layers); returns lists, the usual one first
     usual: Callable[[int, int], Iterable[Sequence[int]]],
     usual_count: int = 0,  # the usual number of layers, if `features` allows it
@@ -157,7 +157,7 @@ def read_layers(
     if counts is not None:
         stated, both = replace(stated, counts=counts), False
     elif stated.counts == "layers" and max(stated.ids) == trunk:
-        both = True  # such a list cannot count from 0
+        both = True  # counted from 0, this list has a layer that the target lacks
     wanted: list[LayerIds] = [stated.counts]
     if both:
         wanted.append("layers" if stated.counts == "tuple" else "tuple")
@@ -213,12 +213,12 @@ def usual_of_blocks(trunk: int, count: int) -> list[Layers]:
 
 
 def usual_of_eagle(trunk: int, count: int) -> list[Layers]:
-    """Return lists for EAGLE-3 heads: first an early, a middle and a late layer."""
+    """Return lists for EAGLE-3 heads: two of three layers, one of `count` layers."""
     return [*_three(trunk), _spread(1, trunk - 3, count)]
 
 
 def _three(trunk: int) -> list[Layers]:
-    """Return the list 2, N // 2, N - 3 as counted by "tuple", then by "layers"."""
+    """Return the layers of [2, trunk // 2, trunk - 3], read as "tuple" and "layers"."""
     numbers = (2, trunk // 2, trunk - 3)
     return [tuple(each - 1 for each in numbers), numbers]
 

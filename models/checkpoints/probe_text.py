@@ -26,7 +26,7 @@ STEPS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnText:
-    """A text in rows of one length."""
+    """A text in rows of equal length."""
 
     tokens: mx.array  # ids [rows, positions]
     written: int  # the first position that the target wrote
@@ -43,7 +43,7 @@ class OwnText:
         starts: Sequence[Sequence[int]],  # ids; cut to the length of the shortest
         steps: int = STEPS,  # how many tokens to write in each row
     ) -> "OwnText":
-        """Let a target write a text in new caches, all rows in one batch."""
+        """Let a target write a text with new caches, all rows in one batch."""
         shortest = min(len(start) for start in starts)
         rows = mx.array([list(start[:shortest]) for start in starts], mx.uint32)
         target: Any = model

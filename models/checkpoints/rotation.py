@@ -80,7 +80,7 @@ def read_rotation(
 
     Raises:
         ModelFolderError: a value has a wrong type, two values contradict each other, or
-            there are entries for other kinds of layers only.
+            the entry of these layers or its rope_type is missing.
     """
     flat: _Stated = {}
     by_kind: dict[str, _Stated] = {}

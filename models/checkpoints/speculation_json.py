@@ -24,7 +24,7 @@ from mlx_speculation.models.config_json import read_json
 NAME = "speculation.json"
 FIELDS = ("draft", "kind", "convention", "draft_length")
 NAMED = ("mtp", "lookup")
-LARGEST = 1 << 16  # bytes
+LARGEST = 1 << 16  # bytes of the file
 _ADVICE = "Correct it, or pass another draft= than 'auto'."
 
 

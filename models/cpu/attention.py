@@ -62,7 +62,7 @@ def attention(
 def _block(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
 ) -> mx.array:
-    """Return the attention of some rows, all at once."""
+    """Return the attention of one block of rows."""
     batch, heads, rows, dim = queries.shape
     shared, count = keys.shape[1:3]
     together = (batch, shared, heads // shared * rows)

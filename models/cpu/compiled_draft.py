@@ -123,7 +123,7 @@ class CompiledSteps:
 
 
 def _in_steps(old: mx.array, rows: int, room: int) -> mx.array:
-    """Return a buffer of `whole_steps` rows, so that few shapes are compiled."""
+    """Return the buffer with `whole_steps(room)` rows, so that few shapes occur."""
     room = whole_steps(room)
     return old if old.shape[2] == room else with_room(old, rows, room)
 

@@ -11,11 +11,12 @@ Each warp keeps running maxima and sums (online softmax; Milakov and Gimelshein 
 block gets a part of the keys, and a second kernel joins the results of the parts (Dao
 et al. 2023, "Flash-Decoding").
 
-Both products use matrix fragments (`mma.m16n8k16`, sums in float32) whose rows are
-those of the tile, and every read is of 16 adjacent bytes. In the scores the order of
-the head's dimensions is free, if it is the same for queries and keys. In the results
-column g of fragment i is dimension 8 g + i. The scores that a thread computes are its
-part of the second product's left operand, so no shuffle is needed.
+The products with keys and with values use matrix fragments (`mma.m16n8k16`, sums in
+float32) whose rows are those of the tile, and every read is of 16 adjacent bytes. In
+the scores the order of the head's dimensions is free, if it is the same for queries and
+keys. In the results column g of fragment i is dimension 8 g + i. The scores that a
+thread computes are its part of the left operand of the product with values, so no
+shuffle is needed.
 
 A NaN in a key or value makes the result NaN for each row that sees it, and for no other
 row. The check of the logits relies on this. A row that sees no key gets zeros. If some

@@ -73,9 +73,9 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
 
 
 class _Way(NamedTuple):
-    """Multiplication by a kind of layer: the method that does it, and the weight."""
+    """Multiplication by a kind of layer."""
 
-    method: str
+    method: str  # the name of the method that multiplies
     weight_of: WeightOf
     summed: bool = False  # whether the products of all ranks are added
 

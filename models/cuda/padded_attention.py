@@ -10,8 +10,8 @@ pairs, since a prompt can have any length. With padding it meets few:
 
 The padding is zeros. If the mask is causal, and the number of keys before the rows is 0
 or makes whole steps, equally many keys and rows are added. The mask stays causal, and
-only added rows see added keys. Otherwise a bool mask hides the added keys. Attention
-with a bool mask took 3 to 7 times as long on an H200.
+only added rows see added keys. Otherwise a bool mask hides the added keys. On an H200,
+attention with a bool mask took 3 to 7 times as long as with a causal one.
 
 Only drafts and rounds use this: their logits are allowed to differ from mlx's by
 rounding.

@@ -9,9 +9,9 @@
     score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p
 
 The convolutions in and out are `BlockConvolution`s. The context passes through none of
-them. A, B and P are matrices of the selector. The first draft's p is the newest token.
-Of the tokens before c, a score depends only on p, so no path through the candidates
-needs another forward.
+them. A, B and P are matrices of the selector. For the first drafted token, p is the
+newest token. Of the tokens before c, a score depends only on p, so no path through the
+candidates needs another forward.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,8 +4,9 @@
     x = x + mlp(norm(x))
 
 Later layers are plain. Layers like Qwen 3's have norms of the queries and keys of each
-head. Layers like OLMo 2's have one norm over all heads together. Latent attention
-(DeepSeek's MLA) is Youtu-LLM's, whose cache holds whole keys and values.
+attention head. Layers like OLMo 2's have one norm over all attention heads together.
+Latent attention (DeepSeek's MLA) is Youtu-LLM's, whose cache holds whole keys and
+values.
 """
 
 from dataclasses import replace

@@ -35,7 +35,7 @@ def probe_layers(
         text = OwnText.of(model, taps, starts)
 
         def score(layers: Layers) -> Score:
-            """Score one draft a position: position i guesses the token at i + 2."""
+            """Score one drafted token for each position i: the guess of token i + 2."""
             eagle, first = Eagle(head, taps, layers), max(text.written, 2)
             hidden, caches = eagle.states(text.states)[:, :-1], head.new_caches()[0]
             logits = eagle.rows(hidden, text.tokens[:, 1:-1], caches).logits

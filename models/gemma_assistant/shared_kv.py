@@ -1,8 +1,8 @@
 """The keys and values of a target that an assistant reads.
 
 For each kind of layer, sliding or full, an assistant reads the target's last cache of
-this kind. Later layers of the target have no cache: they share an earlier layer's keys
-and values.
+this kind. The target's last layers have no caches: they share the keys and values of
+earlier layers.
 """
 
 from collections.abc import Iterable, Sequence

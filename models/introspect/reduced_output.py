@@ -122,7 +122,7 @@ class ReducedEnds:
         return self._taps.embed(tokens)
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Return the logits [batch, positions, n] of states after the norm."""
+        """Return the logits [batch, positions, n] of states after the final norm."""
         return self._taps.head(hidden, only=self._output)
 
 

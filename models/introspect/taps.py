@@ -75,7 +75,7 @@ class States:
         self._forwards.append(forward)
 
     def cut(self, positions: int, rows: Sequence[int] | None = None) -> None:
-        """Cut the last forward to its first positions and `rows`; None: all rows."""
+        """Keep `rows` and the first `positions` of the last forward; None: all rows."""
         index = slice(None) if rows is None else mx.array([*rows])
         last = self._forwards[-1].items()
         self._forwards[-1] = {key: x[index, :positions] for key, x in last}

@@ -90,7 +90,7 @@ class RequestLane(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Number of rows in a round of several positions; None: `requests`."""
+        """Number of rows in a round of several positions; None: `requests` rows."""
         return None
 
     def met_new_shapes(self) -> bool:
@@ -120,7 +120,7 @@ class RequestLane(Protocol):
             self.caches = []
 
     def places_of(self, lanes: "Sequence[RequestLane]") -> list[int]:
-        """Return the places in this lane of the requests of `lanes`."""
+        """Return the rows of the caches that hold the requests of `lanes`."""
         return [0]
 
     def extract(self, place: int) -> list[Any]:

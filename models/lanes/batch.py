@@ -16,8 +16,8 @@ are not read.
     i joins                                fed   a b d e g i         [6, 3]
 
 The row of a request that has left stays until a request joins, the number of fed rows
-changes, or this row needs a larger buffer than all live rows. Without this, all caches
-would be copied whenever a request leaves, which takes as long as a round.
+changes, or this row needs a larger buffer than all live rows. Removing the row at once
+would copy all caches, which takes as long as a round.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class BatchLane(RequestLane):
 
     @property
     def size(self) -> int | None:
-        """Number of rows in a round of several positions; None: `requests`."""
+        """Number of rows in a round of several positions; None: `requests` rows."""
         return self._sizes.of(self.requests) if self._in_sizes else None
 
     def join(self, lanes: Sequence[RequestLane]) -> "BatchLane":
@@ -121,7 +121,7 @@ class BatchLane(RequestLane):
         return with_slack(caches) if self._slack else caches
 
     def places_of(self, lanes: Sequence[RequestLane]) -> list[int]:
-        """Return the places of the rows of these lanes' requests."""
+        """Return the rows of the caches that hold the requests of `lanes`."""
         return [self.stand[self.members.index(lane)] for lane in lanes]
 
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
@@ -167,7 +167,7 @@ class BatchLane(RequestLane):
         return logits[mx.array(self.stand)]
 
     def _arrange(self, live: Sequence[int], places: int) -> None:
-        """Move the rows at places `live` to the front, and add copies of the first."""
+        """Move the rows at places `live` to the front; fill up with copies of one."""
         order = [*live, *[live[0]] * (places - len(live))]
         if order != list(range(self.places)):
             indices = mx.array(order)

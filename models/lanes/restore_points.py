@@ -49,5 +49,5 @@ class RestorePoints:
         return seen + reach - self._last > self._every and seen > self._last
 
     def resumed(self, seen: int) -> None:
-        """Count from the restore point at which the lane was resumed."""
+        """Note that the lane was resumed at a restore point, after `seen` tokens."""
         self._last = seen

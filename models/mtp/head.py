@@ -22,7 +22,10 @@ from mlx_speculation.models.mtp.blocks import Block
 
 
 class MtpLayer(nn.Module):
-    """One layer of a head: a projection, blocks, perhaps an embedding and an output."""
+    """One layer of a head: a projection and blocks.
+
+    It can have an embedding and an output layer of its own.
+    """
 
     def __init__(
         self,
@@ -32,8 +35,8 @@ class MtpLayer(nn.Module):
         *,
         order: str = "embedding_first",
         final: bool = True,  # whether there is a norm after the blocks
-        output: int | None = None,  # columns of its own output layer, if it has one
-        embedding: int | None = None,  # rows of its own embedding, if it has one
+        output: int | None = None,  # number of its logits; None: no output layer
+        embedding: int | None = None,  # number of its rows; None: no embedding
     ) -> None:
         super().__init__()
         self.norm_e = nn.RMSNorm(dim, eps=eps)
@@ -126,7 +129,7 @@ class Mtp(HeadOnTarget):
         return None in self._outputs
 
     def take_output(self, output: nn.Module) -> None:
-        """Use this copy of the target's output layer instead of `ends`."""
+        """Make logits with this copy of the target's output layer, not with `ends`."""
         self._outputs = [output if kept is None else kept for kept in self._outputs]
 
     def step(

@@ -66,7 +66,7 @@ class HeadRound:
     Arguments of its methods:
 
         hidden    input states from each text's next position on, [texts, n, dim]
-        texts     the known tokens
+        texts     the known tokens of each text
         stops     for each text, the end (exclusive) of the positions to write
 
     For `whole` (for one text only) and `key_steps` see `Speculation`.

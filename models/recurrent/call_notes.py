@@ -56,7 +56,7 @@ def _note(key: Any, value: Any) -> None:
 
 @functools.cache
 def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of parts that records a call's first array under the part's id."""
+    """Return a class of parts that notes a call's first array argument."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _note(id(self), first_of(mx.array, (*args, *kwargs.values())))
@@ -67,7 +67,7 @@ def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of parts that records a call's result under the part's id."""
+    """Return a class of parts that notes a call's result."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)

@@ -43,7 +43,7 @@ from mlx_speculation.models.source_digests import is_known
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
 # The innermost hook of a mixer: its methods are made from the code of the plain class,
-# so they would skip a hook inside them.
+# so they would not run a hook of a lower rank.
 _RANK = 0
 
 

@@ -57,7 +57,7 @@ class Scan:
     module: str
     name: str
     slot: int  # of the state in the cache
-    # The argument of the state; the result's second item is the next state
+    # Name of the argument with the state; the result's second item is the next state
     state: str
     rows: Mapping[str, int]  # argument with positions -> the axis of the positions
     called_in: str = "__call__"  # the method of the mixer that calls it
