@@ -76,7 +76,7 @@ def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
 
 
 def _reduced(module: nn.Module, protocol: Any) -> Any:
-    """Return the `__reduce_ex__` value of a module without hooks, for its copies."""
+    """Return the `__reduce_ex__` value that a module would have without hooks."""
     kind = plain_class(module)
     if kind.__reduce_ex__ is _reduced:  # other code derived it from a hooked class
         return object.__reduce_ex__(module, protocol)

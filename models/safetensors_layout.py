@@ -50,8 +50,9 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
     """Return the files that hold a model's weights.
 
     If the folder has an index, these are the files that the index names. Otherwise they
-    are the files that match the pattern. Files of an MTP head and `CONSOLIDATED` can
-    repeat tensors of the model, and are left out if any other file matches.
+    are the files that match the pattern. Among these, files of an MTP head and
+    `CONSOLIDATED` can repeat tensors of the model: they are left out if any other file
+    matches.
 
     Raises:
         ModelFolderError: a file that the index names is missing or not in the folder;

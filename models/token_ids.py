@@ -107,8 +107,8 @@ def check_same_ids(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     Ids that only one of them has are harmless, since a drafter never proposes them.
 
     Raises:
-        TokenizerMismatchError: an id stands for two different tokens, or the two share
-            less than half of their ids.
+        TokenizerMismatchError: an id stands for two different tokens, or the
+            tokenizers share less than half of the larger one's ids.
     """
     target = {i: token for token, i in target_tokenizer.get_vocab().items()}
     draft = {i: token for token, i in draft_tokenizer.get_vocab().items()}

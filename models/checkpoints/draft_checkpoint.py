@@ -213,9 +213,9 @@ def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
 
 
 def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | None:
-    """Remove d2t and t2d from the weights; return the target's id of each column.
+    """Remove d2t and t2d from the weights; return the target's ids of the logits.
 
-    A column of logits, i, has the id i + d2t[i], below `vocab`. None: there is no d2t.
+    Logit i has the id i + d2t[i], below `vocab`. None: there is no d2t.
 
     Raises:
         ModelFolderError: columns share an id, the target lacks an id, or t2d has

@@ -41,7 +41,7 @@ class HeadOutput(NamedTuple):
     """Output of a head for some positions of its cache."""
 
     recycled: mx.array  # the states for its next step, [batch, positions, dim]
-    logits: mx.array  # for the token after next, [batch, positions, vocab]
+    logits: mx.array  # at i, for token i + 2; [batch, positions, vocab]
 
 
 class HeadState(NamedTuple):
@@ -185,7 +185,10 @@ def fed_again(layers: Sequence[Sequence[Any]]) -> int:
 
 
 def first_rows(caches: Sequence[Any], rows: int) -> tuple[list[Any], int] | None:
-    """Return views of caches' first rows, and `rows`; None: a cache has no view."""
+    """Return views of each cache's first `rows` rows, and `rows`.
+
+    None: a cache is of a kind without views.
+    """
     views = [_view(cache, rows) for cache in caches]
     return None if None in views else (views, rows)
 

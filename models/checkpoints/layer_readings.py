@@ -35,7 +35,7 @@ class LayerList:
     """A list of layers in config.json."""
 
     ids: tuple[int, ...]
-    counts: LayerIds  # the way of counting that is usual at its place
+    counts: LayerIds  # the usual way of counting for its key
     place: str  # its key in config.json, with the path
 
     def layers(self, counts: LayerIds | None = None) -> Layers:
@@ -136,7 +136,7 @@ def read_layers(
     # Called with (trunk, number of layers); returns lists, the usual one first
     usual: Callable[[int, int], Iterable[Sequence[int]]],
     usual_count: int = 0,  # the usual number of layers, if `features` allows it
-    counts: LayerIds | None = None,  # how the list counts; None: as usual at its place
+    counts: LayerIds | None = None,  # how the list counts; None: as usual for its key
     both: bool = True,  # whether to try the other way of counting too
     arranged: Callable[[Layers], Layers] = tuple,  # orders layers as the draft does
     advice: str = "",  # see `check_layers`

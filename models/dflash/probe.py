@@ -54,7 +54,7 @@ def probe_blocks(
         text = OwnText.of(model, taps, starts)
 
         def score(reading: Reading) -> Score:
-            """Score the first drafted token after each token that the target wrote."""
+            """Score guesses of the target's tokens, each the first token of a draft."""
             head.settings = replace(usual, anchor=reading.anchor)
             drafter = on_target(head, taps, reading.layers)
             context, first = drafter.states(text.states), max(text.written, 2)

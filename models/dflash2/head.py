@@ -46,7 +46,7 @@ class BlockConvolution(nn.Module):
         self._taps, self._group = taps, group
 
     def sides(self, rows: mx.array) -> tuple[Side, Side]:
-        """Return both convolutions for rows [batch, block, dim], which make `delta`."""
+        """Return both convolutions, with `delta` made of rows [batch, block, dim]."""
         shape = (*rows.shape[:2], 2, self._taps, -1)
         delta = self.kernel_projection(rows).reshape(shape)
         delta = mx.repeat(delta, self._group, axis=-1)
@@ -127,7 +127,7 @@ class DFlash2(DFlash):
         """Return the best ids of each draft, uint32, and their logits, float32.
 
         Both are [texts, drafts, candidates], in no particular order. `normed` has
-        states after the norm, [texts, drafts, dim].
+        normed states, [texts, drafts, dim].
         """
         settings = self.head.selection
         logits = self._logits(normed).astype(mx.float32)

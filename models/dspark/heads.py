@@ -42,7 +42,7 @@ class MarkovHead(nn.Module):
         """Return the bias of the logits, [1, columns], and the next draft's memory.
 
         `state` is the block's state, [1, dim], and `token` the previous token, [1].
-        `memory` is None for the first draft.
+        `memory` is None for the first drafted token.
         """
         before: mx.array = self.markov_w1(token)
         if "gate_proj" in self:

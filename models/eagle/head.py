@@ -37,14 +37,14 @@ from mlx_speculation.models.introspect.taps import States
 class EagleHead(JoinedHead):
     """The network of an EAGLE-3 head."""
 
-    chained, depth = False, None  # all layers make each token; any number of tokens
+    chained, depth = False, None  # each token takes all layers; no limit of tokens
 
     def __init__(
         self,
         settings: EagleSettings,
         features: int,  # how many layers of the target the head reads
         ends: OwnEnds,
-        # The norms before `fc`: "each": one for each layer; "joined": one over all
+        # Norms before `fc`: "each": one for each target layer; "joined": one over all
         norms: frozenset[str] = frozenset(),
     ) -> None:
         width, eps = settings.target_dim, settings.layer.rms_norm_eps
@@ -102,7 +102,7 @@ class EagleHead(JoinedHead):
         return x
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return logits of normed states, by its own output layer or the target's."""
+        """Return logits of normed states, by the output layer of head or target."""
         result, scale = super().logits(normed, target), self._settings.logit_scale
         return result if scale == 1 else result * scale
 
@@ -113,7 +113,7 @@ class EagleHead(JoinedHead):
 
 
 class Eagle(HeadOnTarget):
-    """A head on its target, of which it reads the outputs of `layers`.
+    """A head on its target; the head reads the outputs of the target's `layers`.
 
     The input state at i is row i of `states`, or the recycled state of position i - 1.
     """

@@ -96,7 +96,7 @@ def _is_norm(call: ModuleCall) -> bool:
 
 
 def _returning(traced: Trace, call: ModuleCall) -> ModuleCall | None:
-    """Return the outermost call, except the model's, that returns the same array."""
+    """Return the outermost call around `call`, not the model's, with its result."""
     around = (outer for outer in traced.calls[1:] if outer.contains(call))
     return next((outer for outer in around if outer.result is call.result), None)
 

@@ -139,7 +139,7 @@ class HiddenStates:
         return logits_of(self.parts.model, where, hidden, only)
 
     def remove(self) -> None:
-        """Give every module its own class back, unless another owner needs the hook."""
+        """Remove the hooks, except those that another owner needs."""
         self._finalizer()
 
     def _check_open(self) -> None:

@@ -29,9 +29,9 @@ PART_SIZES = (0, 2, 4, 8, 16)  # layers that a round can submit at once; 0: all
 def usual_part() -> int:
     """Return how many layers a round submits at once if `calibrate` has not run.
 
-    With CUDA it is all of them (0): with smaller parts, small and quantized models lose
-    as much as large models gain (docs/log/cuda_kernels.md). On Metal it is 8 layers,
-    since other projects report a gain from parts of a few layers.
+    On a CPU and with CUDA it is all of them (0). On CUDA, small and quantized models
+    lose as much by smaller parts as large models gain (docs/log/cuda_kernels.md). On
+    Metal it is 8 layers: other projects report a gain from parts of a few layers.
     """
     return 0 if on_cpu() or cuda_serves() else 8
 

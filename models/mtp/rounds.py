@@ -190,7 +190,7 @@ class HeadRound:
                 continue
             if choose is not None and len(texts) > 1:
                 out = mtp.ragged(part, tokens, caches, layer, widths)
-            else:  # all positions, if a next layer reads them now or later
+            else:  # `rows`, if a next layer reads all positions, now or later
                 out = (mtp.step if last else mtp.rows)(part, tokens, caches, layer)
             if choose is not None:
                 drafts.append(choose(out.logits[:, -1]))
