@@ -4,7 +4,7 @@ On a CPU the time of a small model's step depends on the number of operations. C
 a step of the demo draft leaves half of its 336 operations, and Python builds none of
 them. But in a compiled step all values that depend on the text have to be arrays. So
 keys and values are in buffers of 512 rows or a multiple of 512. A step writes them at
-an offset that is an array, and a mask hides the rows after the offset:
+an offset that is an array, and a mask hides the rows behind the written ones:
 
     offset 300, 1 token     mlx-lm: 301 keys, no mask
                             here: 512 keys, bool mask [1, 512]

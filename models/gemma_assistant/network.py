@@ -1,9 +1,9 @@
 """A Gemma 4 assistant as a module, whose queries attend to a target's keys and values.
 
 A step reads the target's embedding of the newest token, and a state. The first step of
-a round takes the target's state after the final norm. Later steps take the output of
-the previous step. The assistant has no cache: all steps of a round have one position in
-the target's text, and see the keys of committed positions.
+a round takes the target's state after the final norm. Later steps take the state that
+the previous step returned. The assistant has no cache: all steps of a round have one
+position in the target's text, and see the keys of committed positions.
 """
 
 from collections.abc import Mapping

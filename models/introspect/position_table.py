@@ -2,8 +2,8 @@
 
 mlx does not check indices, so a forward past the table's last row reads other memory.
 So lanes refuse to feed a text past the table's end. Padding can have positions past the
-end too. A hook makes it look up the table's last row: other memory could hold a NaN,
-which would reach the rows of the text by 0 x NaN.
+end too. A hook gives such positions the table's last row: other memory could hold a
+NaN, which would reach the rows of the text by 0 x NaN.
 """
 
 import functools

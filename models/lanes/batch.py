@@ -10,7 +10,7 @@ copies of the first row, or rows of requests that have left. Spare places are fe
 tokens of the first row, and keep as many positions as that row. Logits of spare places
 are not read.
 
-    rows a b c d e f g h, a round of 3     fed   a b c d e f g h     [8, 3]
+    rows a b c d e f g h, 3 positions      fed   a b c d e f g h     [8, 3]
     c leaves                               fed   a b . d e f g h     [8, 3]
     f and h leave                          fed   a b d e g a         [6, 3]
     i joins                                fed   a b d e g i         [6, 3]
