@@ -20,7 +20,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
-Replaced = list[tuple[int, Any]]
+Replaced = list[tuple[int, Any]]  # places of replaced caches, and the old caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class KVQuantization:
         return self.start - max(offsets) if offsets else None
 
     def replace(self, caches: list[Any]) -> Replaced:
-        """Quantize caches of `start` positions or more; return old ones and places."""
+        """Quantize caches of `start` positions or more; return what was replaced."""
         before = list(caches)
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
         places = range(len(before))

@@ -117,7 +117,6 @@ def open_journals(
 
 
 def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> Journal:
-    """Return a journal: with `steps` if the kind takes them; isolated if asked."""
     opened = JOURNALS[type(leaf)]
     if steps is not None and type(leaf) in (KVCache, SlidingKVCache):
         return opened(leaf, whole, steps)

@@ -82,8 +82,9 @@ class Group(NamedTuple):
     """Requests that were decided together."""
 
     members: tuple[int, ...]  # their indexes among the round's requests
-    # All rows of one member, then those of the next; all have equally many. `accepted`
-    # is int32 [members], or [] for one member, or None if nothing was drafted
+    # All rows of one member, then those of the next; each member has equally many.
+    # `accepted` is int32 [members], or [] for a request that was decided alone, or None
+    # if nothing was drafted
     verified: Verified
 
 
@@ -91,7 +92,7 @@ class Decided(NamedTuple):
     """Decisions of a round."""
 
     groups: tuple[Group, ...]
-    failed: dict[int, Exception]  # by request, the error of one of its processors
+    failed: dict[int, Exception]  # by request, its error
 
     def at(self, places: Sequence[int]) -> "Decided":
         """Return these decisions with request i renumbered as `places[i]`."""

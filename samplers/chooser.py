@@ -37,7 +37,7 @@ class Chooser:
         width: int,  # the number of token ids, and of values in every draw of noise
         *,
         # Ids from `limit` on are never chosen, because the target has no logits for
-        # them; None: `width`. Logits can have more or fewer columns
+        # them; None: `width`. Logits can have more or fewer columns than `limit`
         limit: int | None = None,
         # Ids below `limit` that do not exist, int32 [n], or None
         missing: mx.array | None = None,

@@ -90,7 +90,7 @@ def propose_all(
     """Choose the next drafted token of every request.
 
     Args:
-        requests: the inputs of each request for one row; all have one target. For
+        requests: the inputs of each request for one row; all share one target. For
             requests that are decided together, `rows` can lack the preceding tokens.
         positions: the position of the token that each request chooses.
         logits: [requests, vocab] of a draft, or [requests, n] with `ids`.
@@ -133,7 +133,7 @@ _ANY = Rows((0,))  # deciding together does not read the tokens before a row
 
 
 def _grouped(requests: Sequence[Ask]) -> dict[Any, list[int]]:
-    """Return requests by their shared options; those of key None are decided alone."""
+    """Return indexes of requests by shared options; key None: decided alone."""
     groups: dict[Any, list[int]] = {}
     for index, one in enumerate(requests):
         shared = one.verifier.shared

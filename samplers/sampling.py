@@ -30,8 +30,8 @@ class Sampling:
        `top_k`. Of equally probable tokens top-k keeps those with the lowest ids.
     3. `temperature`.
 
-    At temperature 0 processors apply and filters do not, as in mlx-lm. 0 and None turn
-    an option off. Lists and mappings are stored as tuples.
+    At temperature 0 processors apply and filters do not, as in mlx-lm. A filter or a
+    penalty of 0 or None is off. Lists and mappings are stored as tuples.
 
     Attributes:
         temperature: 0 chooses the most probable token.

@@ -51,9 +51,9 @@ class _NoiseOfNodes:
 
 def serves_trees(verifier: Verifier) -> bool:
     """Return whether a request's choices follow from row and position alone."""
-    # `shared` is None with the user's processors or sampler, and with rejection and
-    # block verification, which decide on chains only. XTC draws its random
-    # numbers for the rows of a chain.
+    # `shared` is None with processors (logit bias and penalties included), with the
+    # user's sampler, and with rejection and block verification, which decide on chains
+    # only. XTC draws its random numbers for the rows of a chain.
     alone = verifier.shared is None
     return not alone and verifier.chooser.sampling.xtc_probability == 0
 

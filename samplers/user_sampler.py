@@ -2,8 +2,8 @@
 
 Such a sampler takes log-probabilities [1, vocab] and returns a token id [1]. A round
 calls it row by row: given several rows, it might draw once for all of them, as mlx-lm's
-XTC does. Each row's token y_i is drawn from p_i alone, and a drafted token is accepted
-if it equals y_i. So the emitted tokens have the sampler's distribution.
+XTC does. Each row's token is drawn from that row alone, and a drafted token is accepted
+if it equals the row's token. So the emitted tokens have the sampler's distribution.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
     save, load     the entry points; `fit` checks a file against live caches
     mlx_lm_format  the layouts of mlx-lm 0.32 and 0.31
     extension      further metadata: tokens, the drafter, a digest
-    kinds          the cache classes of files; `field_checks` checks their fields
+    kinds          the cache classes in files; `field_checks` checks their fields
     safetensors_*  reading and writing safetensors files
 
 The reader trusts no file: it checks sizes, offsets, dtypes and the relations between

@@ -5,7 +5,7 @@ The keys of these entries begin with `PREFIX`:
     version       the version of this extension, "1"
     description   JSON: the tokens of each row; the number of the target's caches;
                   draft_seen, how many tokens of each row the drafter's caches hold;
-                  the window size of each `LayerCache`, by its place in the list
+                  the window size of each `LayerCache`, by the cache's place
     digest        SHA-256 of the header without this entry, and of the data
 
 mlx-lm treats the entries as user metadata.
@@ -32,8 +32,8 @@ class Description:
     """The checked description of a file."""
 
     rows: Rows
-    target_caches: int  # the caches after these are the drafter's
-    draft_seen: tuple[int, ...] | None
+    target_caches: int  # their number; the file's later caches are the drafter's
+    draft_seen: tuple[int, ...] | None  # None: the drafter has no caches
     window_sizes: dict[str, int]
 
     def texts(self) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """Checks of the fields of one cache against each other.
 
 Each public function gets a cache whose numbers are not negative. It returns None if the
-fields break one of the conditions below. Else it returns the number of rows in use, or
-0 for arrays and DeepSeek V4.1 layers. The caller cuts off the rows that are not in use.
+fields break one of the conditions below. Else it returns the number of rows in use,
+and the caller cuts off the other rows. For the last two kinds of the table, which have
+no unused rows, it returns 0.
 
 | kind | conditions, with R rows in keys and values |
 |---|---|
@@ -31,13 +32,19 @@ MISFIT = -1  # instead of a number of rows
 
 
 def _is_float(array: Any, ndim: int) -> bool:
-    """Return whether `array` is floats in `ndim` axes; only the last 2 can be empty."""
+    """Return whether `array` holds floats and has `ndim` axes.
+
+    Only its last 2 axes can have length 0.
+    """
     fits = isinstance(array, mx.array) and array.ndim == ndim
     return fits and array.dtype in FLOATS and 0 not in array.shape[: ndim - 2]
 
 
 def _rows(cache: Any) -> int:
-    """Return `rows` of keys and values [batch, heads, rows, dim], or `MISFIT`."""
+    """Return the number of rows in a cache's keys and values, or `MISFIT`.
+
+    Both are [batch, heads, rows, dim].
+    """
     keys, values = cache.keys, cache.values
     if keys is None and values is None:
         return 0
@@ -58,7 +65,7 @@ def kv(cache: Any) -> int | None:
 
 
 def concatenate(cache: Any) -> int | None:
-    """Check a `ConcatenateKVCache`. A trimmed one has too many rows, and is unfit."""
+    """Check a `ConcatenateKVCache`. A trimmed cache has too many rows, and is unfit."""
     return cache.offset if cache.offset == _rows(cache) else None
 
 

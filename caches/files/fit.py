@@ -38,7 +38,7 @@ def check_like(
 
 
 def _pairs(saved: Sequence[Any], caches: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield every leaf (not a `CacheList`) of the file with its live cache."""
+    """Yield every leaf cache of the file, without `CacheList`s, with its live cache."""
     need(
         len(saved) == len(caches),
         f"it holds {len(saved)} caches in a list, but the live list has {len(caches)}",

@@ -30,7 +30,7 @@ class Kind:
     arrays: tuple[str, ...]  # the fields that are arrays, sequences of arrays or None
     # Returns the number of rows in use, or None if the fields do not fit each other.
     used: Callable[[Any], int | None]
-    settings: tuple[str, ...] = ()  # numbers that never change in a cache
+    settings: tuple[str, ...] = ()  # those of `numbers` that never change
     # Numbers that `state` lacks in mlx-lm 0.32. There, `state` has the arrays and then
     # the other numbers; in 0.31, `state` has only arrays.
     unsaved: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ def built(name: str, fields: dict[str, Any]) -> Any:
 
 
 def copies(caches: Sequence[Any]) -> list[Any]:
-    """Return caches with the same arrays; each `SlidingKVCache` becomes a ring."""
+    """Return new objects for `caches`; each `SlidingKVCache` becomes a ring."""
     return [
         CacheList(*copies(cache.caches))
         if type(cache) is CacheList
@@ -147,7 +147,7 @@ def copies(caches: Sequence[Any]) -> list[Any]:
 
 
 def as_saved(cache: Any) -> Any:
-    """Return a leaf with the same arrays; a `SlidingKVCache` becomes a ring."""
+    """Return a new object for a leaf; a `SlidingKVCache` becomes a ring."""
     if type(cache) is SlidingKVCache:
         return cache.to_native()
     return built(type(cache).__name__, vars(cache))

@@ -33,7 +33,7 @@ class LoadedCaches:
     caches: list[Any]  # the target's caches
     draft_caches: list[Any] | None  # the drafter's caches; None: the file has none
     rows: Rows | None  # the tokens of each row of the batch; None: a file of mlx-lm
-    # For each row, how many of its tokens the drafter's caches hold
+    # For each row, how many of its tokens the drafter's caches hold; None: not known
     draft_seen: tuple[int, ...] | None
     metadata: dict[str, str]  # the user's texts
     layout: str  # "mlx-lm 0.32", also for files of `save_caches`, or "mlx-lm 0.31"
@@ -70,8 +70,8 @@ def load_caches(
         draft_like: likewise for the drafter. A file of mlx-lm has one list for both:
             the first `len(like)` caches are the target's, the others the drafter's.
         cast: convert floats to the dtypes of the arrays in `like`, for a model that is
-            loaded in another dtype than before. Where `like` has no array, nothing is
-            converted.
+            now loaded in another dtype than when the file was saved. Where `like` has
+            no array, nothing is converted.
 
     Raises:
         CacheFileError: the file is missing, damaged, no cache file or of another layout

@@ -8,9 +8,10 @@
            1.KEY the user's value of KEY, 2.I class names
 
 If the window of a `LayerCache` is not full, `state` does not show the window's size.
-The size then comes from the metadata of `extension` or from the live caches `like`. In
-the 0.31 layout, missing offsets are computed from the keys, a `ChunkedKVCache` past its
-first chunk is refused, and an `ArraysCache` is loaded without lengths and left_padding.
+The size then comes from the metadata of `extension` or from the live caches `like`.
+In the 0.31 layout, missing offsets are computed from the keys, a `ChunkedKVCache` that
+has dropped rows is refused, and an `ArraysCache` is loaded without lengths and
+left_padding.
 """
 
 import re

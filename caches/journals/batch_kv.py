@@ -104,7 +104,7 @@ class BatchKVJournal(LiveJournal):
         cache._idx = self._start + longest - spare
         cache.offset = self._offset + kept
         cache.left_padding = self._padding + right
-        # Evaluate `left_padding` and `offset` too, even if no mask uses them.
+        # Evaluating the keys then evaluates these two as well; perhaps no mask does.
         cache.keys = mx.depends(cache.keys, (cache.left_padding, cache.offset))
 
     def rollback(self) -> None:

@@ -91,7 +91,7 @@ class LayerWrite:
 
 
 class RecordingLayerCache(LayerCache):
-    """A view of the live cache that records each write, outside of the `__dict__`."""
+    """A view of the live cache that records each write in a slot of its own."""
 
     __slots__ = ("writes",)
     writes: list[LayerWrite]

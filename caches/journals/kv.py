@@ -5,7 +5,7 @@
     rollback()                                      rows [0, 5), offset 5
 
 Rows at and past the offset are never read, and later writes overwrite them, so nothing
-is copied. The journal makes no second array that shares a buffer: then the next
+is copied. The journal makes no second array that shares a buffer: with one, the next
 write would copy the whole buffer. Quantized rows too are on axis -2, and each row is
 quantized alone.
 """

@@ -37,8 +37,8 @@ class SavedSlots:
 
     keys: "weakref.ref[mx.array]"
     values: "weakref.ref[mx.array]"
-    first_slot: int
-    first_count: int
+    first_slot: int  # the first of the saved slots
+    first_count: int  # positions ever written when the slots were saved
     slots: mx.array  # [batch, heads, slots, key dim + value dim]
 
     def slot(self, index: int) -> mx.array:
@@ -65,7 +65,7 @@ class Write:
     """One write and the cache before it."""
 
     width: int  # positions written
-    # The written keys and values, if the journal needs them to keep a part.
+    # The written keys and values; None: not needed to keep a part of the write.
     rows: tuple[mx.array, mx.array] | None
     fields: dict[str, Any]  # the ring's other fields before the write
     # The cache's keys and values before the write, if the write makes new arrays.

@@ -66,7 +66,7 @@ class BoundedTree(PrefixTree):
         return 0 in (node.points if end and self._roles[0].stateful else node.rows)
 
     def release(self, node: Node, start: int = 0) -> None:
-        """Remove useless nodes, from a node upwards."""
+        """Remove useless nodes, from a node upwards; see `PrefixTree.prune`."""
         self._budget.stored -= self.prune(node, start=start)
 
     def store(self, tokens: Tokens, left: Sequence[Left], prompt: int) -> None:

@@ -113,7 +113,7 @@ class Persistence:
         return frozenset() if node.file is None else node.file.roles
 
     def _ends(self, node: Node) -> frozenset[str]:
-        """Return the marks of roles whose restore point here is in the node's file."""
+        """Return the marks of roles whose restore point at `node` is in `node.file`."""
         file = node.file
         whole = file is not None and file.stop == node.stop
         return file.points if file is not None and whole else frozenset()

@@ -3,8 +3,9 @@
     arrays    `0.rows.3.1`     role 0, leaf 3: the second of its arrays of rows
               `0.states.5`     role 0: the sixth array of its states
               `0.hidden`       the target's hidden states that a head reads again
-    plan      by the mark of each role: the role's index, the number of arrays of each
-              leaf, the fields of its states; `{"array": 5}` stands for `0.states.5`
+    plan      by the mark of each role: the role's index, the number of row arrays of
+              each leaf, the fields of the role's states; `{"array": 5}` stands for
+              `0.states.5`
 
 The folder checks each file with a secret key, so a changed plan is never read.
 """

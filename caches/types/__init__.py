@@ -7,10 +7,10 @@
     fixed_view    keys in views of fixed sizes, for exact mode
     tree_view     caches as a model sees them while it is fed a tree
     buffers       the arrays with the rows of a cache
-    leaves        the caches in a list, those inside `CacheList`s too; their positions
+    leaves        the leaf caches in a list, and how many positions they hold
     convert       conversions of whole lists of caches from one class to another
 
-These classes are cheaper to roll back or to batch than mlx-lm's.
+The cache classes here are cheaper to roll back or to batch than mlx-lm's.
 """
 
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache

@@ -62,7 +62,10 @@ def _replaced(
 
 
 def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any]:
-    """Return batch caches with copies of `rows`, the caches of each sequence."""
+    """Return batch caches with copies of `rows`, the caches of each sequence.
+
+    `in_steps` is that of each `RaggedKVCache`.
+    """
     result = _merged([as_native(caches) for caches in rows])
     for leaf in flat(result):
         if type(leaf) is RaggedKVCache:

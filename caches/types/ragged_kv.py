@@ -72,7 +72,7 @@ class RaggedKVCache(BatchKVCache):
         return max(self.lengths, default=0)
 
     def needed(self, rows: Sequence[int] | None = None) -> int:
-        """Return how many columns these rows need, a multiple of `step`; None: all."""
+        """Return how many columns `rows` need, a multiple of `step`; None: all rows."""
         lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
         return self._whole(max(lengths, default=0))
 

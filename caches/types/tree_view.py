@@ -34,7 +34,7 @@ class TreeRows(NamedTuple):
 
 
 class TreeView:
-    """A view of one cache with the offset and the mask of a tree; it holds no rows."""
+    """A view of one cache, with a tree's offset and mask; it has no rows of its own."""
 
     def __init__(self, cache: Any, rows: TreeRows) -> None:
         self._cache, self._rows = cache, rows
@@ -103,7 +103,7 @@ def tree_views(caches: Sequence[Any], rows: TreeRows) -> list[TreeView]:
 
 
 def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
-    """Move some of the rows that a round wrote to the places of its first rows.
+    """Move some rows of a round to the places of the round's first rows.
 
     The caches are those that `check_trees` allows. The round wrote `written` rows to
     each, in one forward. `rows` are indices among the written rows, in rising order.
@@ -112,7 +112,7 @@ def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):
         return
-    result: dict[int, mx.array] = {}  # rows to move, by the round's first row
+    result: dict[int, mx.array] = {}  # indices to move, by `start`
     for cache in caches:
         start = _end(cache) - written
         if start not in result:

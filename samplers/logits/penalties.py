@@ -35,7 +35,7 @@ class Penalties:
             (presence, options.presence_penalty, options.presence_context_size),
             (frequency, options.frequency_penalty, options.frequency_context_size),
         )
-        windows: dict[int, Windows] = {}  # by size; usually all are equal
+        windows: dict[int, Windows] = {}  # by size; usually the three sizes are equal
         for penalize, penalty, size in kinds:
             if penalty:
                 windows[size] = windows.get(size) or rows.windows(size, known)

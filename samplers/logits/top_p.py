@@ -22,7 +22,7 @@ import math
 import mlx.core as mx
 
 UNITS = 2.0**31  # in a probability of 1; the sum of a row fits into 32 bits
-SORTED_AT_ONCE = 1024  # below, halving costs more than it saves
+SORTED_AT_ONCE = 1024  # tokens; halving so few costs more than it saves
 
 
 def nucleus_edge(probs: mx.array, share: float, at_once: int | None = None) -> mx.array:
@@ -31,7 +31,8 @@ def nucleus_edge(probs: mx.array, share: float, at_once: int | None = None) -> m
     In descending order, a token is kept if the tokens before it have less than the
     share of the row's sum. `probs` are float32 [..., vocab], each row with a sum of 1
     up to rounding. The share is above 0 and below 1. Up to `at_once` tokens are sorted
-    without halving, without effect on the result; None chooses by device.
+    without halving; None: the number depends on the device. The result does not depend
+    on the number.
     """
     if at_once is None:
         on_gpu = mx.default_device().type == mx.DeviceType.gpu

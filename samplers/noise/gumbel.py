@@ -1,8 +1,8 @@
 """Noise that depends on (seed, position, purpose, token id) and on nothing else.
 
-Position i has a Gumbel vector over token ids. The largest sum of log-probability and
-noise is a sample of the distribution (Gumbel-max; Maddison et al., "A* Sampling",
-2014). So two models with the same noise mostly choose alike.
+Position i has a Gumbel vector over token ids. The token with the largest sum of
+log-probability and noise is a sample of the distribution (Gumbel-max; Maddison et al.,
+"A* Sampling", 2014). So two models with the same noise mostly choose alike.
 
 A value of `mx.random` depends on the shape of its draw, so each position has one draw
 of a fixed width. Keys are made on the device: Threefry is a keyed function, so a key
@@ -14,7 +14,8 @@ from functools import cache
 
 import mlx.core as mx
 
-BLOCK_VALUES = 2**20  # at most, in a block of noise
+# At most, in a block of noise; a block has at least one row
+BLOCK_VALUES = 2**20
 MOST_ROWS = 64
 
 CHOICE = 1  # a purpose; `round_keys` has more of them

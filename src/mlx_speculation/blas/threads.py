@@ -72,7 +72,7 @@ class ThreadPlan:
 
     @property
     def numbers(self) -> str | None:
-        """Both numbers in words; None: they are equal, or set by the user."""
+        """A text such as "2 to 4 threads"; None: one number, or the user sets it."""
         if self.count is None or self.count == self.most:
             return None
         return f"{self.count} to {self.most} threads"

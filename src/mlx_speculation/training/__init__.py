@@ -1,4 +1,4 @@
-"""Training of drafters for a target: a new head, its MTP head, or a small model.
+"""Training of a target's drafter: a new head, the target's MTP head, a small model.
 
 The package does not depend on the command line.
 """

@@ -2,7 +2,7 @@
 
 A slot is a position to draft from. Each drafted token has an acceptance. In greedy text
 it is 1 if the token equals the recorded one, else 0. In sampled text it is the
-probability that the token is accepted: the sum of min(P, q) over all token ids. P and q
+probability that the token is accepted: the sum of min(p, q) over all token ids. p and q
 are the distributions of target and drafter, given the recorded tokens before the
 drafted one.
 """
@@ -47,7 +47,7 @@ def check_acceptance(
     Dialogues are cut after `longest` tokens. A kind of text without slots is left out.
 
     Raises:
-        InvalidRequestError: every answer is too short to draft `ROUND` tokens of.
+        InvalidRequestError: every answer is too short to have a slot.
     """
     depths = trainee.depths(ROUND)
     result: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": []}

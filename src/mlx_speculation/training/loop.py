@@ -33,7 +33,7 @@ class Reports:
     """Progress callbacks; by default they do nothing.
 
     `data` gets the number of dialogues so far, and the number wanted. `step` gets the
-    newest mean loss.
+    mean loss of the newest chunk of steps.
     """
 
     phase: Callable[[str], None] = lambda name: None

@@ -1,7 +1,8 @@
 """Plan of a training that fits into a given number of minutes.
 
 Optimizer steps and a few tokens of dialogues are timed on made-up text before any file
-is written. Each phase has a share of the minutes; sizes are reduced until they fit.
+is written. Each phase has a share of the minutes; options are reduced until the phases
+fit into their shares.
 
     phase       share        what has to fit into the share
     dialogues   DATA         the held-out dialogues and one batch to learn from

@@ -96,7 +96,7 @@ class TrainingStep:
     def seconds(self, batches: RowBatches) -> float:
         """Return the seconds of a step; the weights do not change.
 
-        These are of the faster of two steps: on a GPU, the first compiles for a minute.
+        These are of the faster of two steps: on a GPU, the first step also compiles.
         """
         module = self._trainee.module
         kept = module.trainable_parameters()

@@ -30,7 +30,7 @@ class Recorded:
     """Recorded text to draft from."""
 
     inputs: list[mx.array]  # the result of `Trainee.read`, for at least all slots
-    tokens: mx.array  # ids [rows, slots + depths + first - 1]
+    tokens: mx.array  # ids [rows, slots + depths + `Trainee.first` - 1]
     depths: int  # tokens drafted from each slot
     # Slots to draft from, int32 [rows, n]; None: all. Only block drafters select slots.
     slots: mx.array | None = None
@@ -57,7 +57,7 @@ class UnrolledCache:
 
     @property
     def offset(self) -> int:
-        """The position of slot 0."""
+        """The position of slot 0 at this depth."""
         return len(self.past)
 
     def make_mask(

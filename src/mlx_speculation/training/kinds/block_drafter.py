@@ -1,7 +1,7 @@
 """A new block drafter for a target, DFlash or DSpark, and its files.
 
 The files have the format of z-lab's DFlash and SpecForge's DSpark. DFlash drafts one
-token per mask of a block. DSpark also drafts one token for the anchor, the known token
+token per mask token. DSpark also drafts one token for the anchor, the known token
 that begins a block. DSpark's Markov head adds logits that depend on the token before.
 
 A drafter that drafts only some ids has its own output layer, which is trained. A
@@ -135,7 +135,7 @@ class BlockTrainee(NewHead):
         depths: int,
         checkpoint: bool,
     ) -> mx.array:
-        """Return drafted tokens' states after the norm, [rows, blocks, depths, dim]."""
+        """Return the normed states of drafted tokens, [rows, blocks, depths, dim]."""
         anchors = mx.take_along_axis(tokens, slots + 1, axis=1)
         caches = [BlocksCache(slots, checkpoint=checkpoint) for _ in self.module.layers]
         flat = self.dflash.rows(context, anchors.reshape(-1, 1), caches, depths)

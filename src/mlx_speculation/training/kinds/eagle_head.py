@@ -1,6 +1,6 @@
 """A new EAGLE-3 head for a target, and its files in a dialect that engines share.
 
-SGLang, SpecForge and vLLM read this dialect. The head feeds back its state before the
+SGLang, SpecForge and vLLM read this dialect. The head feeds back its state before its
 last norm. Each tapped layer has a norm of its own before `fc` (EAGLE-3.1).
 """
 
@@ -25,8 +25,8 @@ from mlx_speculation.training.unroll import Made, Read, Recorded, attend_split, 
 class EagleTrainee(NewHead):
     """An EAGLE-3 head in training.
 
-    It drafts `ids` and reads `layers` of the target; None: the usual three. `config` is
-    the target's. For errors see `check_trainee`.
+    It drafts `ids` and reads `layers` of the target (None: the usual three). `config`
+    is the target's. For errors see `check_trainee`.
     """
 
     kind = "eagle"

@@ -1,7 +1,8 @@
-"""Further training of a target's MTP head: most have learned to draft only one token.
+"""Further training of a target's MTP head.
 
-The head gets its own folder. Its files hold the weights as mlx applies them: norm
-weights are factors, and one array holds the experts of a layer.
+Most such heads have learned to draft only one token. The trained head gets its own
+folder. Its files hold the weights as mlx applies them: norm weights are factors, and
+one array holds the experts of a layer.
 """
 
 from dataclasses import replace
@@ -72,7 +73,7 @@ class MtpTrainee(Trainee):
         self._mtp = Mtp(head, self.taps)
 
     def read(self, states: States) -> list[mx.array]:
-        """Return the states before or after the last norm, by the convention."""
+        """Return states before or after the target's last norm, by the convention."""
         return [self._states(states)]
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:

@@ -23,7 +23,7 @@ class NewHead(Trainee):
     """A drafter that reads the outputs of some of its target's layers.
 
     It drafts `ids`; None: all, with the target's output layer. With `after_norm` it
-    reads the last layer after the norm.
+    reads the last layer after the target's final norm.
     """
 
     _config: dict[str, Any]  # the drafter's config.json

@@ -43,9 +43,10 @@ def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]
 
 
 def id_tensors(ids: mx.array, width: int) -> Tensors:
-    """Return d2t and t2d, which map columns of a head's logits to ids of the target.
+    """Return d2t and t2d, which relate columns of a head's logits to target ids.
 
-    Column i stands for `ids[i]`. The ids ascend. The target has `width` ids.
+    Column i stands for `ids[i]`; the ids ascend. d2t has `ids[i]` - i for each column,
+    and t2d says for each of the target's `width` ids whether the head drafts it.
     """
     columns = np.array(ids, np.int64)
     known = np.zeros(width, np.bool_)

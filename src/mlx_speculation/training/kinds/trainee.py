@@ -24,7 +24,7 @@ class Trainee(ABC):
 
     @abstractmethod
     def read(self, states: States) -> list[mx.array]:
-        """Return the drafter's inputs from a forward, each [rows, positions, dim]."""
+        """Return the drafter's inputs from `states`, each [rows, positions, dim]."""
 
     @abstractmethod
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:

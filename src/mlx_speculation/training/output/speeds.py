@@ -14,7 +14,7 @@ from mlx_speculation.json_files import write_json
 from mlx_speculation.models.checkpoints.speculation_json import NAME
 from mlx_speculation.training.data.dialogues import Dialogue
 
-TOKENS = 96
+TOKENS = 96  # the maximum number of tokens of a text
 TEXTS = 8  # the maximum number of prompts to use
 PAYS = 1.05  # relative to plain decoding; a smaller gain is within measuring noise
 
