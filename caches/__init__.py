@@ -4,7 +4,7 @@
     speculation   the transaction over all caches of a model
     registry      the supported cache classes, and the journal of each
     types         this project's cache classes, conversions, lists of leaf caches
-    journals      one journal for each class
+    journals      one journal for each cache class
     snapshots     the contents of caches: take, restore, merge, split
     prefix        the prefix cache: snapshots of earlier requests, found by tokens
     files         prompt-cache files in mlx-lm's layout

@@ -28,7 +28,7 @@ MAX_COUNT = 2**30  # mlx-lm's positions are int32; this leaves room for more tok
 MAX_SLOTS = 64  # of an `ArraysCache`; the models of mlx-lm use at most 4
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 INTEGERS = (mx.int32, mx.int64)
-MISFIT = -1  # instead of a number of rows
+MISFIT = -1  # the result of `_rows` for keys and values that do not fit
 
 
 def _is_float(array: Any, ndim: int) -> bool:

@@ -111,6 +111,7 @@ def _alike(leaf: Any, here: mx.array, there: mx.array) -> bool:
     elif here.ndim == 4 and not isinstance(leaf, ArraysCache):
         free = (2,)
     elif isinstance(leaf, ArraysCache) and here.dtype in INTEGERS and here.ndim == 2:
-        free = (1,)  # ids of the last tokens, fewer at the start of a text
+        # Ids of the last tokens; there are fewer at the start of a text.
+        free = (1,)
     axes = [axis for axis in range(here.ndim) if axis not in free]
     return all(here.shape[axis] == there.shape[axis] for axis in axes)

