@@ -1,4 +1,4 @@
-"""Batches in a speculation: refusals, operations without copies, width of rows."""
+"""Batches in a speculation: refusals, operations without copies, width of caches."""
 
 from typing import Any
 
@@ -218,7 +218,7 @@ def test_the_width_stays_bounded_over_a_thousand_rounds(
 
 
 def test_a_turned_ring_that_loses_its_common_padding_is_in_order_again() -> None:
-    """The long row leaves, and the rest of the ring is shorter than a window."""
+    """The long row leaves, and the other rows are shorter than the window."""
     cache = merged(RING, [6, 2, 1])
     for step in range(2):
         write(cache, [6 + step, 2 + step, 1 + step], 1)

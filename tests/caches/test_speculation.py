@@ -54,7 +54,7 @@ def written_pair() -> list[Any]:
 
 
 def image(caches: list[Any]) -> Any:
-    """Return the content of caches: rows up to the offset, slots and counts."""
+    """Return what caches hold: slots, counts, and the rows before the offset."""
     return read([_leaf_contents(leaf) for _, leaf in leaves(caches)])
 
 

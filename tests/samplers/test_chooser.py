@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 def at(positions: range) -> Rows:
-    """Return rows of a sequence of zeros for these positions."""
+    """Return the rows for these positions, in a text of zeros."""
     return Rows([0] * positions[-1], count=len(positions))
 
 

@@ -40,7 +40,7 @@ def verifier_of(options: dict[str, Any], acceptance: Acceptance) -> Verifier:
 def drafted_by(
     verifier: Verifier, key: int, k: int
 ) -> tuple[mx.array, mx.array | None, list[int]]:
-    """Draft k random tokens; return tokens, their distributions, and the list."""
+    """Draft k tokens; return them, their distributions, and the tokens as a list."""
     tokens: list[mx.array] = []
     distributions: list[mx.array] = []
     for index in range(k):

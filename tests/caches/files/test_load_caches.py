@@ -388,7 +388,7 @@ SOUND: dict[str, Any] = {
 
 
 def _described(path: Path, description: str) -> None:
-    """Write a file of two caches with this description and the digest that fits it."""
+    """Write a file of two caches with this description and a valid digest."""
     metadata = {
         "mlx_speculation.version": "1",
         "mlx_speculation.description": description,

@@ -1,8 +1,8 @@
 """A damaged file is refused with one error, or loads as valid caches.
 
-Files of every kind and layout are changed at random. Further writes to a cache that
-loads must return as many rows, and masks as wide, as the test counts. The cache must be
-the same after it is saved and loaded again.
+Files of every kind and layout are changed at random. A cache that still loads is
+written to. The test knows how many rows each write must return, and how wide a mask
+must be. The cache must be the same after it is saved and loaded again.
 """
 
 import signal
@@ -113,7 +113,7 @@ def _batch(path: Path, seed: int, widths: list[int]) -> Iterator[Base]:
 
 
 def attended(cache: Any, shape: tuple[int, ...], values: int, width: int) -> int:
-    """Write rows of zeros, attend to all rows, and return how many are visible."""
+    """Write rows of zeros and attend; return how many rows the cache has returned."""
     batch, heads, dim = shape
     mask = None
     if hasattr(cache, "make_mask"):
@@ -170,7 +170,7 @@ def use(cache: Any) -> None:
             after = _written(cache)
             assert after == before + width
             if size is not None:
-                # The write returns all of its rows, even if the ring has fewer slots.
+                # All written rows are returned, even if the ring has fewer slots.
                 assert shown == min(before, size - 1) + width
             else:
                 assert shown == after - getattr(cache, "start_position", 0)

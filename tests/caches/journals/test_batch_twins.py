@@ -2,7 +2,7 @@
 
 Hypothesis draws rounds that keep a different prefix of each row, rounds that are
 undone, plain forwards, and rows that leave and join. Each row is compared with its twin
-in forwards, in forwards of further tokens, and after `extract`.
+in the forwards of a round, in forwards after it, and after `extract`.
 """
 
 from collections.abc import Callable

@@ -39,7 +39,7 @@ def cache_contents(caches: list[Any]) -> Any:
 
 
 HALVES = ("llama", "gemma4_text", "qwen3_5", "mamba2", "nemotron_h", "rwkv7", "lfm2")
-# Few are quick: a model's first run in half precision compiles a dozen kernels.
+# Other models are slow: in half precision each compiles a dozen kernels.
 QUICK_HALVES = ("llama", "qwen3_5", "lfm2")
 
 

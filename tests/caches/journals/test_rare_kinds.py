@@ -65,7 +65,7 @@ def test_a_front_trim_of_a_layer_that_is_then_not_written_is_undone() -> None:
 
 
 def test_a_concatenated_cache_that_was_trimmed_is_refused() -> None:
-    """A trim of this cache keeps the rows, so the next write would follow them."""
+    """A trim of this cache keeps the trimmed rows. A write would append to them."""
     kv, cache = KVCache(), ConcatenateKVCache()
     write(cache, 0, 5)
     cache.trim(2)
@@ -91,7 +91,7 @@ def image(cache: LayerCache) -> Any:
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the number of rows that each compressor is fed, whether hooked or not."""
+    """Record the number of rows in each call of a compressor, hooked or not."""
     native, widths = deepseek_v41.Compressor.__call__, list[int]()
 
     def counted(self: Any, x: mx.array, start: int, cache: Any) -> Any:

@@ -35,7 +35,7 @@ def write(cache: Any, position: int, serial: int = 999) -> None:
 
 
 def test_a_row_that_was_undone_is_not_saved_for_later() -> None:
-    """A round past the ring's end is rolled back; a second one restores old rows."""
+    """Both rounds overwrite old rows; the second must not restore rows of the first."""
     cache = filled(window=3, rows=2)
     with Speculation([cache]) as first:
         for position in (2, 3):

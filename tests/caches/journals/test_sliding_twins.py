@@ -85,7 +85,7 @@ class Beside(Counting):
         prefill: list[int],
         converted: bool,
     ) -> None:
-        """Write the same rows to both; `narrow` is a smaller window of the model."""
+        """Fill the cache and its twin; `narrow` is a smaller window of the model."""
         # In a round a larger window is cut to the ring's: see test_rotating_kv.py.
         self.narrow = narrow if 1 <= narrow <= window else None
         self.native = RotatingKVCache(max_size=window)
@@ -171,7 +171,7 @@ class Beside(Counting):
         assert_same(converted, expected, "the ring made of it and its twin")
 
     def content(self, cache: Any, probe: int) -> list[Any]:
-        """Return the counters, and the views of 1, `probe` and 1 further rows."""
+        """Return the counters, and the views of three writes: 1, `probe` and 1 rows."""
         result: list[Any] = [cache.offset, cache.size(), cache.max_size, cache.keep]
         copied = twin(cache)
         for width in (1, probe, 1):

@@ -1,4 +1,4 @@
-"""A text is evicted by its last use and by the cost per byte of reading it again."""
+"""A text's last use and its cost per byte to read again decide when it is evicted."""
 
 import gc
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_side_requests_never_evict_a_session_that_costs_more(
 def test_many_side_requests_between_turns_leave_a_session(
     kind: Kind, spare: int
 ) -> None:
-    """After some turns a session outlasts side requests of three times its cost."""
+    """The later side requests between two turns cost about three times the session."""
     free, _ = bound(1 << 30, kind)
     turns = [[*SESSION, *[0] * (2 * turn)] for turn in range(8)]
     for tokens in turns:

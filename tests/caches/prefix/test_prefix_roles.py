@@ -25,15 +25,15 @@ Text = tuple[list[int], tuple[int | None, ...]]
 TEXTS: st.SearchStrategy[list[Text]] = st.lists(
     st.tuples(
         st.lists(st.integers(0, 2), min_size=1, max_size=14),
-        # the number of last tokens that each role lacks; None: it is missing
+        # the number of last tokens that each role lacks; None: the text lacks the role
         st.tuples(st.integers(0, 2), *[st.none() | st.integers(0, 5)] * 3),
     ),
     min_size=1,
     max_size=8,
 )
 
-# The third text is the second without its last token, and goes past a restore point
-# of the second role.
+# The third text is the second without its last token, and ends one token after a
+# restore point.
 PARTED: list[Text] = [
     ([0], (0, None, None, None)),
     ([1, 0, 1, 2, 0, 0, 1, 0, 0, 0], (2, 0, None, None)),

@@ -1,6 +1,6 @@
 """Later processes find in a folder the segments of their text, and of no other text.
 
-The helper `request` checks that the rows which a role reuses are those of its text.
+The helper `request` checks that reused rows are those of the request's text.
 """
 
 import logging
@@ -118,7 +118,7 @@ def test_processes_share_a_folder_while_they_run(tmp_path: Path) -> None:
     two, _two_owners = bound(1 << 30, ROWS, folder=tmp_path / "shared")
     assert play(one, PLAYED[0], (ROWS,)) == [0]
     one.flush()
-    assert play(two, PLAYED[1], (ROWS,)) == [9]  # the texts part inside a segment
+    assert play(two, PLAYED[1], (ROWS,)) == [9]  # the texts differ inside a segment
     two.flush()
     assert play(one, [*PLAYED[1], 2], (ROWS,)) == [len(PLAYED[1])]
     one.flush()
@@ -297,7 +297,7 @@ def two_folders(place: Path, kinds: Kinds) -> tuple[Path, Path, str]:
 def contents(
     folder: Path, mark: str, names: Collection[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return what each file claims to hold, and its content; None: it is unreadable."""
+    """Return what each file claims to hold, and its content, or None if unreadable."""
     segments = SegmentFolder(folder, 1.0)
     segments.serve(mark)
     result: dict[str, tuple[Any, Any]] = {}
@@ -365,7 +365,7 @@ def test_what_is_before_a_damaged_file_is_used(name: str, tmp_path: Path) -> Non
 
 
 def test_what_comes_after_a_damaged_file_is_used_again(tmp_path: Path) -> None:
-    """Undamaged later files are used once the tokens before them are read again."""
+    """Undamaged later files are used when the tokens before them have been read."""
     kinds, folder, tokens = KINDS["ring and rows"], tmp_path / "own", [2, 0] * 7
     first, _first_owners = bound(1 << 30, *kinds, folder=folder)
     play(first, tokens, kinds)

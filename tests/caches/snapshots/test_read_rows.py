@@ -59,7 +59,7 @@ def positions(cache: Any, stop: int, count: int | None) -> list[int]:
 def test_what_is_read_are_the_last_rows_before_a_position(
     kind: str, writes: list[tuple[int, int]], left_out: int, count: int | None
 ) -> None:
-    """Earlier rounds keep any part of the written rows."""
+    """The rounds before keep any part of the rows that they write."""
     cache = MAKE[kind]()
     for rows, keep in writes:
         with Speculation([cache]) as speculation:

@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        """Take a snapshot whole, in two parts, or as the rest after an older one."""
+        """Take a snapshot at once, in two parts, or as an older one and the rest."""
         stop = self.position
         start = data.draw(st.integers(0, stop))
         older = [
@@ -150,7 +150,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), how=st.sampled_from(["part", "whole", "copy", "drop"]))
     def change(self, data: st.DataObject, how: str) -> None:
-        """Cut and join a snapshot, keep its parts separately, copy it, or drop it."""
+        """Cut and join, copy, or drop a snapshot. A cut can keep the first part too."""
         one = data.draw(st.sampled_from(self.taken))
         at = data.draw(st.integers(0, one.snapshot.stop))
         if how == "drop":

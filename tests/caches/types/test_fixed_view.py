@@ -1,4 +1,4 @@
-"""Views of a fixed size: what their masks let through are a native cache's rows."""
+"""Views of a fixed size: with their masks they show the rows of a native cache."""
 
 from typing import Any
 

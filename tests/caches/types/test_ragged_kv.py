@@ -1,4 +1,4 @@
-"""Masks and offsets of a ragged batch, made once for all of its layers."""
+"""Masks and offsets of a ragged batch are made once for all layers."""
 
 from typing import Any
 

@@ -99,7 +99,8 @@ def test_rows_are_trimmed_where_the_window_remains(widths: list[int], n: int) ->
     cache, total = fed(SlidingKVCache(5, 4), widths), sum(widths)
     n = min(n, total)
     left = total - n
-    # The buffer holds 9 rows; a write without room moves the last 5 to its beginning.
+    # The buffer has room for 9 rows. If a write does not fit, the last 5 rows first
+    # move to the beginning of the buffer.
     if cache._end - n >= min(left, 5):
         assert cache.trim(n if n < total else n + 100) == n
         native = cache.to_native()

@@ -90,9 +90,9 @@ def test_the_edge_of_top_p_is_exact_in_whole_numbers(
 @pytest.mark.parametrize(
     ("probs", "share", "edge"),
     [
-        # The first two have the share exactly: the third is not needed.
+        # The first two together have exactly the share: the third is not needed.
         ([0.5, 0.25, 0.125, 0.125], 0.75, 0.25),
-        # The first has half a unit less than the share: the second is needed.
+        # The first has a little less than the share: the second is needed too.
         ([0.5, 0.375, 0.125, 2.0**-31], 0.5, 0.375),
         ([0.5, 0.375, 0.125, 0.0], 0.5, 0.5),
         # A row of zeros has the edge 0, and not a value of the other row.

@@ -92,7 +92,7 @@ def keyed_closed_form(distributions: Tables) -> Array:
 
 
 def block_closed_form(distributions: Tables) -> Array:
-    """Return the mean accepted count; a prefix has odds min(q, parent's odds * p)."""
+    """Return the mean accepted count; a prefix adds min(q, its parent's value * p)."""
     reached = np.ones((distributions.pairs, 1))
     total = np.zeros(distributions.pairs)
     for depth in range(distributions.k):
