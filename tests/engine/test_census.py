@@ -57,7 +57,7 @@ def test_an_architecture_has_the_caches_and_layers_of_the_table(name: str) -> No
 
 @pytest.mark.parametrize("name", others_slow(BUILT, [*census.EACH_KIND, *UNEQUAL]))
 def test_the_rows_of_an_architecture_are_as_the_table_says(name: str) -> None:
-    """test_text_is_unchanged.py uses these entries."""
+    """test_text_is_unchanged.py relies on what the table says of rows."""
     row, model, prompt = BUILT[name], census.build(name), prompt_of(PROMPT)
     text = plain_text(model, prompt, 12)
     assert len(set(text)) >= 4

@@ -55,7 +55,7 @@ PERSON: Schema = {
 
 @cache
 def model(name: str, seed: int = 0, vocab: int = 260) -> nn.Module:
-    """Return a model whose logits have more columns than the tokenizer has ids, 257."""
+    """Return a model with more columns of logits than the tokenizer has ids (257)."""
     return build(name, seed=seed, vocab=vocab)
 
 
@@ -385,7 +385,7 @@ class FewIds:
 def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
     acceptance: Any, columns: int, ids: list[int] | None
 ) -> None:
-    """Drawn probabilities sum to 1, also if none of a drafter's ids is allowed."""
+    """Probabilities of a draft sum to 1, also if no id of the drafter is allowed."""
     allowed = [*range(30, 80)]
     options: dict[str, Any] = {
         "constraint": allowed_tokens(allowed),

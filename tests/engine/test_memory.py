@@ -37,7 +37,7 @@ def write(cache: Any, rows: int) -> None:
     mx.eval(shown)
 
 
-# A cache, the rows that are written, and the bytes that it then holds.
+# A cache, the number of rows of each write, and the bytes that it then holds.
 KINDS: dict[str, tuple[Any, list[int], int]] = {
     "kv": (KVCache, [250, 9], (250 + 256) * ROW),
     "concatenate": (ConcatenateKVCache, [5, 3], 8 * ROW),
@@ -115,7 +115,7 @@ def test_a_result_counts_target_and_draft_apart() -> None:
 
 
 def kv_shape(model: Any) -> tuple[int, int]:
-    """Return a model's layers, and the bytes of a position in one of them."""
+    """Return the number of a model's layers, and the bytes of a position in a layer."""
     args = model.args
     dim = args.head_dim or args.hidden_size // args.num_attention_heads
     return args.num_hidden_layers, args.num_key_value_heads * dim * 2 * 4

@@ -1,4 +1,4 @@
-"""Texts end with the table of learned positions; look-ups past its end find NaN."""
+"""Texts end with the last learned position. The tests put NaN behind the table."""
 
 import warnings
 from collections.abc import Sequence as SequenceOf
@@ -289,7 +289,7 @@ def test_a_calibration_that_would_go_past_the_table_is_refused() -> None:
 
 
 def test_comparisons_end_with_the_table() -> None:
-    """This includes padding rows of `check --exact`, and the step that it measures."""
+    """Padding rows and the measured step of `check --exact` stay in the table too."""
     model = model_of("gpt2")
     verdict = check_exact(model, FixedShape(4, 16), 64)
     assert verdict.same

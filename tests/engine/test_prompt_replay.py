@@ -28,7 +28,7 @@ def decode(ids: list[int]) -> str:
 
 
 def filled(said: list[tuple[list[int], list[int]]]) -> tuple[PrefixCache, Any]:
-    """Return a cache with each answer after its prompt, and the owners bound to it."""
+    """Return a prefix cache of prompts with their answers, and the cache's owners."""
     prefixes, owners = bound(1 << 30, ROWS)
     for prompt, answer in said:
         text = [*prompt, *answer]

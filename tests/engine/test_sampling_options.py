@@ -285,7 +285,7 @@ def test_other_rules_repeat_their_text_and_end_like_it(
         calls = [text[: len(PROMPT) + i] for i in range(TOKENS)]
         assert processors[0].calls == calls
         assert one.stats.rounds < TOKENS
-        # A round waits once for its draft, and once for each token but its last.
+        # In a round the host waits for the draft, and for each token but the last.
         assert one.stats.reads == TOKENS
 
 

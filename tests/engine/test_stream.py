@@ -33,7 +33,7 @@ from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# One for each kind of cache and mixture of kinds. Logits of all but gemma3_text and
+# A model for each kind of cache and mixture of kinds. Logits of all but gemma3_text and
 # recurrent_gemma have the same bits however many tokens a forward reads.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma", "lfm2")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
@@ -360,7 +360,7 @@ def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
 
 @cache
 def _fed(name: str, tokens: tuple[int, ...]) -> tuple[list[int], list[mx.array]]:
-    """Return offsets of caches after the tokens, and the next logits for each step."""
+    """Return offsets after the tokens, and the probe's logits for each chunk size."""
     model, offsets = known(name)[0], list[int]()
     logits = list[mx.array]()
     for step in (None,) if TINY_MODELS[name].bitwise else (1, 2, None):

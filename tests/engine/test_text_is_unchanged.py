@@ -28,7 +28,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 RARER = read_table(Path(tiny_models.__file__).with_name("cache_kind_models.json"))
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 PROMPT = 40  # longer than every window
-# Draft length by length of the prompt: below, near and above the window of 16.
+# Draft length by prompt length: shorter than the window of 16, near it, longer.
 PROMPTS = {6: 4, 17: 3, 40: 5}
 
 
@@ -66,7 +66,7 @@ OTHERS = {
 CASES = MODELS | OTHERS
 # test_census.py compares the rows of all others, bit for bit if possible.
 QUICK = [*MODELS, *(name for name in OTHERS if name[8:] in census.FEW)]
-# One of each kind of cache: a draft's caches are the same as a target's.
+# At least one model for each kind of cache; target and draft both have that kind.
 FOR_THEMSELVES = (
     *("llama", "qwen3_5", "mamba", "lfm2", "recurrent_gemma", "rwkv7"),
     *("bailing_moe_v3", "deepseek_v3(MLA)", "gemma3_text", "llama(sliding)"),

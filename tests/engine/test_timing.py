@@ -231,7 +231,7 @@ def test_each_part_gets_what_is_slow_in_it(length: int, explain: bool) -> None:
         nap.seconds = 0
         _, seconds = run(generator(Sleepy(script, nap)), tokens=16)
         assert seconds["draft"] > nap.seconds > 0
-    if not length:  # a plain step without `explain` has it in "verify"
+    if not length:  # without `explain`, "verify" includes the sampler
         assert (seconds["sampler"] > 0) == explain
     if length and explain:
         assert run(fast, slow_to_compute)[0] == "sampler"

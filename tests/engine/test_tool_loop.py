@@ -49,7 +49,7 @@ def made(kind: str) -> Made:
 
 
 def noise(seed: int, count: int) -> list[int]:
-    """Return tokens that differ for each seed, below the special ones."""
+    """Return ids below 250 that depend on the seed."""
     return [(seed * 7919 + 31 * i * i + seed * i) % 250 for i in range(count)]
 
 
@@ -57,7 +57,7 @@ class Session:
     def __init__(self, head: list[int], seed: int) -> None:
         self.history, self.seed = [*head, *noise(seed, 40), END], seed
         self.turns = self.prompts = 0
-        self.again: list[int] = []  # tokens read again in each turn but the first
+        self.again: list[int] = []  # how many tokens each later turn reads again
 
     def turn(self, run: Run) -> None:
         """Ask for an answer, and let the result of a tool follow it."""

@@ -81,7 +81,7 @@ def loaded(name: str) -> tuple[Any, Any]:
 
 
 def pictures(name: str, size: str, seed: int = 0) -> list[bytes]:
-    """Return images of a size; only one if mlx-vlm reads no more."""
+    """Return images of these `SIZES`, or only the last if mlx-vlm reads one image."""
     sizes = SIZES[size]
     if name in SERVED and SERVED[name].one_image:
         sizes = sizes[-1:]

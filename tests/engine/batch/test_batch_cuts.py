@@ -30,7 +30,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 EVERY = 8
 PROMPTS = (23, 17, 6)
 LENGTH = 18  # tokens of a text
-STOPS = (6, 8, 10)  # twice inside a round of 5 tokens, once at its end
+STOPS = (6, 8, 10)  # two inside a round of 5 tokens, one at a round's end
 
 
 def options_of(made: Bench, prompt: int, stop: int | None) -> dict[str, Any]:

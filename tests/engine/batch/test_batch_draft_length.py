@@ -54,7 +54,7 @@ def lengths_with(
 
 
 def expect(rows: list[BatchRequest], *rates: float) -> None:
-    """Let each row forecast one of the rates, in turn."""
+    """Let the rows forecast these rates, in turn."""
     for row, rate in zip(rows, cycle(rates), strict=False):
         survival = AcceptanceRates(first=rate).survival(range(9))
         policy(row).forecast = lambda _, survival=survival: [survival]

@@ -44,7 +44,8 @@ from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
-# In order: a hybrid target; heads with a window, two caches, one-token drafts, a chain.
+# In order: a hybrid target, and heads with a window, with two caches, with drafts of
+# one token, and with a chain of layers.
 COMMON = ("qwen3_5", "mimo_v2_flash", "deepseek_v32", "mimo", "step3p5")
 OTHERS = (
     *("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm_moe_dsa", "glm4_moe"),
@@ -452,7 +453,7 @@ def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
 
 
 def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
-    """Each row's head begins where its target began to read."""
+    """In each row the head begins where the target began to read."""
     made = head_bench("llama")
     prefixes = PrefixCache(64 << 20, every=8)
     plain = made.generator("none", prefix_cache=prefixes)

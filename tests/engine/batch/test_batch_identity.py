@@ -60,7 +60,7 @@ CASES = st.builds(
     sampling=st.sampled_from(SAMPLINGS),
     max_tokens=st.integers(0, LONGEST),
     draft_length=st.sampled_from([None, None, None, 0, 2, 5]),
-    prefill_step=st.sampled_from([PREFILL_STEP, 4]),  # 4: in up to ten parts
+    prefill_step=st.sampled_from([PREFILL_STEP, 4]),  # 4: prompts in up to 10 parts
 )
 
 

@@ -174,7 +174,7 @@ def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Resul
 
 
 def assert_as_alone(generator: SpeculativeGenerator, one: Asked, got: Result) -> None:
-    """Compare a row with its request alone, with and without the prefix cache."""
+    """Compare a row with its request alone, decoded plainly and by this generator."""
     alone = plain_of(generator).generate(prompt_of(one.prompt), **one.options())
     again = generator.generate(prompt_of(one.prompt), **one.options())
     assert again.tokens == alone.tokens
@@ -269,7 +269,7 @@ HEADS = [
     "assistant",
     "chained",
 ]
-QUICK_HEADS = ("full", "peagle", "assistant", "chained")  # one of each kind
+QUICK_HEADS = ("full", "peagle", "assistant", "chained")  # a head of each kind
 Drafts = dict[tuple[int, ...], list[int]]
 
 
@@ -335,7 +335,7 @@ def forwards_of(
     prompts: list[int],
     options: dict[str, Any],
 ) -> tuple[int, int]:
-    """Return the forwards of the batch, and the most that a request alone takes."""
+    """Return the batch's forwards, and the most rounds that a request takes alone."""
     with BatchGenerator(fresh()) as batch:
         uids = [batch.insert(prompt_of(n), **options) for n in prompts]
         while batch.waiting or batch.running:

@@ -253,7 +253,7 @@ def test_chunks_end_where_those_of_the_prompt_alone_do(name: str, keeps: bool) -
                 batch.next()
     widths = [[w for rows, w in each if rows == 1 and w > 1] for each in (alone, fed)]
     assert widths[0] == widths[1]
-    assert sum(widths[0]) in range(127, 134)  # single tokens are in no list
+    assert sum(widths[0]) in range(127, 134)  # forwards of one token are left out
 
 
 @pytest.mark.parametrize("kind", ["model", "lookup", "none"])

@@ -103,7 +103,7 @@ def test_sizes_are_not_used_on_a_cpu() -> None:
 
 @pytest.fixture(name="copied")
 def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Record, at each copy of the rows of a layer's cache, their old places."""
+    """Record the old places of rows whenever a layer's cache copies its rows."""
     places: list[list[int]] = []
     usual = RaggedKVCache.filter
 

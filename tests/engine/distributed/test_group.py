@@ -14,7 +14,7 @@ HERE = Place("round", 4, 2)
 
 
 class Ranks:
-    """A group of three ranks; this is rank 1."""
+    """A group of three ranks; this process is rank 1."""
 
     def rank(self) -> int:
         return 1

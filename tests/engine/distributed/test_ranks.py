@@ -60,7 +60,7 @@ def check_texts(
 
 
 def check_several(each: list[Any], kinds: list[str]) -> None:
-    """Assert that, on all ranks, streams among others write what they write alone."""
+    """Assert that on all ranks a stream writes the same text among others as alone."""
     said = each[0]
     assert each == [said] * len(each)
     counts = {name: len(texts) - 1 for name, texts in said.items()}
@@ -192,8 +192,8 @@ def test_any_rank_can_be_killed_anywhere(
 ) -> None:
     """A rank is killed while it reads a prompt or writes a text.
 
-    Each other rank notices this, or it notices the end of a rank that has noticed it.
-    Rank 0 of four is no neighbour of rank 2.
+    The remaining ranks notice this end, or the end of a rank that has noticed it (of
+    four ranks, rank 0 is no neighbour of rank 2).
     """
     killed: list[float] = []
 

@@ -88,7 +88,7 @@ def test_a_source_that_was_never_measured_begins_with_the_plain_step_of_another(
 
 
 def test_costs_are_read_while_another_thread_measures() -> None:
-    """No loop over a table fails because a round is noted meanwhile."""
+    """A round that is noted meanwhile breaks no loop over a table."""
     costs, contexts = RoundCosts(), iter(range(1, 1 << 40, 1 << 30))
 
     class Length(int):

@@ -159,7 +159,7 @@ def test_a_step_is_steady_only_between_two_others() -> None:
     ]
     steady = [outcome.steady for _, outcome in planned.noted[:6]]
     assert steady == [False, True, False, False, False, False]
-    # Once each step is submitted ahead, lengths are planned for what the caches hold.
+    # From the third round on, a length is planned for the context that the round has.
     steps = Planned([0])
     run(generator, steps, False)
     assert steps.planned_contexts[2 : len(steps.contexts)] == steps.contexts[2:] != []
@@ -242,7 +242,7 @@ def test_decisions_that_nobody_asked_for_are_not_kept() -> None:
 
 @pytest.fixture(name="nothing_known")
 def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Hide saved costs of the same models."""
+    """Hide the costs that earlier runs have saved."""
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
 
 

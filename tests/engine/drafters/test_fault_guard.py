@@ -193,7 +193,7 @@ def test_what_a_failed_drafter_did_is_undone(how: str) -> None:
 
 
 def build_of_llama(kind: str) -> nn.Module | None:
-    """Return the target if its cache rows are equal bit for bit at every width."""
+    """Return the target if forwards of any width write the same rows, bit for bit."""
     return None if kind == "mtp" else target_of(kind)
 
 
@@ -289,7 +289,7 @@ class SwallowingDrafter(ScriptedDrafter):
 
 @pytest.mark.parametrize("kind", ["model", "mtp", "swallowing"])
 def test_errors_of_the_requests_own_processors_go_up(kind: str) -> None:
-    """This holds also if a drafter hides the error, or if only drafts raise it."""
+    """The processor raises in a draft only. The swallowing drafter hides the error."""
     calls = 0
 
     @pure

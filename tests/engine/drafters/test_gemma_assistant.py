@@ -51,7 +51,7 @@ SLIDING = ("slack", "native")
 
 
 def _mostly(usual: float, *others: float) -> list[Any]:
-    """Return parameters of tests; all tests but those with the usual one are slow."""
+    """Return parameters of tests; tests with one of `others` are slow."""
     return [usual, *(pytest.param(each, marks=pytest.mark.slow) for each in others)]
 
 
@@ -444,7 +444,7 @@ def test_an_assistant_of_another_model_is_refused() -> None:
 @cache
 def demo() -> SpeculativeGenerator:
     folders = demo_models()
-    # Half of the usual text is enough for a probe result above chance.
+    # Half as much text as usual is enough for a probe to score above chance.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OwnText, "of", partial(OwnText.of, steps=8))
         return SpeculativeGenerator.from_pretrained(

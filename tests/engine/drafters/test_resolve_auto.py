@@ -139,7 +139,7 @@ def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
 
 
 def test_a_convention_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
-    """The other fields are the family's: a MiMo head reads states before the norm."""
+    """Other fields are the family's: MiMo heads read states before the final norm."""
     made = write(tmp_path / "mimo", "mimo")
     pair(made.folder, draft="mtp", convention={"order": "embedding_first"})
     with said() as notices:

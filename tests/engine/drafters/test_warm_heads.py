@@ -110,8 +110,7 @@ QUICK = {
     *("dflash", "assistant, sliding target", "cascade"),
 }
 
-# Heads whose full attention reads rows of their own sliding windows, which cannot be
-# computed again.
+# Heads with both kinds of layers: full attention and sliding windows.
 MIXED: dict[str, Callable[[], Made]] = {
     "mtp, a chain of layers": lambda: mtp_on("step3p5"),
     "eagle of several layers": lambda: eagle("llama", 4, "several layers"),
@@ -386,7 +385,7 @@ DRAFTED: dict[str, Callable[[], Made]] = {
     "hybrid, mtp": KINDS["mtp, recurrent target"],
     "dense, eagle": KINDS["eagle"],
 }
-# At this temperature a draft of a random model is accepted often enough.
+# At this temperature some drafts of a random model are accepted.
 HOT: dict[str, Any] = {
     "sampling": Sampling(temperature=3.0, seed=3),
     "max_tokens": 17,

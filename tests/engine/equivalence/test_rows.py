@@ -31,7 +31,7 @@ def both_ways(model: nn.Module, **options: Any) -> list[Any]:
     return list(verify_both_ways(model, PROMPT, text, **given))
 
 
-# One of each kind of layer, and one that uses other kernels for several rows.
+# Models with each kind of layer, and one with other kernels for several rows.
 QUICK = ["llama", "llama(sliding)", "gpt_oss", "qwen3_5", "mamba", "rwkv7"]
 
 
@@ -90,7 +90,8 @@ def test_a_draft_continues_the_text_but_for_one_token() -> None:
             ]
             assert differing == [place.wrong]
             seen.add(place.wrong)
-            # The first row follows the token before the draft, later rows the draft.
+            # Row 0 chooses the next token of the text. Row 1 does so too, if the first
+            # drafted token is right.
             assert place.rows[0].one_by_one == text[place.position]
             if place.wrong > 0:
                 assert place.rows[1].one_by_one == text[place.position + 1]

@@ -25,7 +25,7 @@ from support.identity import GREEDY, SAMPLED, assert_same_text
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# Dense, sliding (the texts exceed the window of 16), hybrid. Others are slow tests.
+# Dense, sliding (the texts exceed the window of 16), hybrid. Other models are slow.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "recurrent_gemma")
 OTHERS = sorted(set(TINY_MODELS) - set(MODELS))
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]

@@ -127,7 +127,7 @@ def test_a_pool_and_a_history_forget_the_oldest_beyond_their_limit() -> None:
 
 
 def test_a_text_may_end_while_another_one_takes_its_index() -> None:
-    """A garbage collection ends a stream at any time, which gives its index back."""
+    """The garbage collector can end a stream, and so return an index, at any time."""
     pool, index, other = TextPool(10), GrowingIndex([1, 2, 3]), GrowingIndex([9] * 9)
     for each in (index, other):
         each.catch_up()

@@ -145,7 +145,7 @@ def test_without_a_draft_any_sampler_gives_mlx_lms_text_of_a_seed() -> None:
 
 
 class Counting:
-    """A sampler that draws with its own keys, and counts its rows."""
+    """A sampler that draws with its own keys, and records the shape of each call."""
 
     def __init__(self, seed: int = 0) -> None:
         self.shapes: list[tuple[int, ...]] = []

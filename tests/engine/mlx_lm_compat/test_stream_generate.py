@@ -51,7 +51,7 @@ from support.sampling.sampling_options import penalty_options
 
 # Full attention, a window of 16 that wraps, recurrent layers with attention or without.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba")
-# Each kind of cache once.
+# At least one model for each kind of cache.
 COUNTED = (
     *(*MODELS, "lfm2", "recurrent_gemma", "rwkv7", "bailing_moe_v3"),
     *("deepseek_v3(MLA)", "gpt_oss", "gemma4_text", "llama(sliding)"),
@@ -359,7 +359,7 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
 def test_caches_go_round_through_mlx_lms_files(
     name: str, bits: int | None, tmp_path: Path
 ) -> None:
-    """Our turns and mlx-lm's alternate through files; one turn starts to quantize."""
+    """Our turns and mlx-lm's alternate; each loads what the turn before has saved."""
     model, text = with_wide_heads(name)
     tokenizer = byte_tokenizer()
     file = str(tmp_path / "caches.safetensors")

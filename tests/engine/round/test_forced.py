@@ -170,7 +170,7 @@ def test_the_text_is_that_without_forced_tokens(
     covering(PAIRS, {"greedy": GREEDY, "sampled": SAMPLED}, quick=(0, QUICK_PAIRS)),
 )
 def test_every_drafter_goes_on_after_forced_tokens(pair: str, chosen: str) -> None:
-    """Most drafted tokens are accepted, so the drafter's caches and states fit."""
+    """Accepted drafts show that the drafter's caches and states are right."""
     target, draft = PAIRS[pair]()
     sampling = {"greedy": GREEDY, "sampled": SAMPLED}[chosen]
     free = {n: dict.fromkeys(range(n, 256, 7), (n + 1) % 7) for n in range(7)}

@@ -42,7 +42,7 @@ STEPS = {
 
 @dataclass(slots=True)
 class Walk:
-    """The project's calls of one round; `files`: its modules, in order of entry."""
+    """The project's calls in one round; `files`: the modules in order of entry."""
 
     calls: int = 0
     depth: int = 0

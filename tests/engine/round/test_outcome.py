@@ -29,7 +29,7 @@ def outcome_of(one: Verified) -> RoundOutcome:
 
 
 def test_rows_of_shorter_drafts_beside_longer_ones_end_as_alone() -> None:
-    """A padded row that accepts all gets a bonus; a row without a draft is a step."""
+    """A padded row can get a bonus; a row without a draft makes a plain step."""
     rows = [1, 2, 90, 90, 3, 4, 5, 6, 7, 90, 90, 90]
     together = outcomes(verified(rows, [1, 1, 0]), [1, 3, 0])
     alone = [

@@ -24,7 +24,7 @@ LENGTHS = [1, 3, 16, 0, 0, 2, 7]
 
 @dataclass
 class Forwards:
-    """Rehearsed shapes, each with the context so far; shapes first used in a round."""
+    """Rehearsed shapes with the text's length, and shapes that a round met first."""
 
     rehearsed: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
     compiled_in_rounds: list[tuple[int, int]] = field(default_factory=list)
