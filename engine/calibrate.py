@@ -1,7 +1,7 @@
 """Measures the costs of rounds of streams and batches, before there are requests.
 
-A stream, or a batch of rows with one prompt, runs until each draft length was measured.
-The texts do not matter.
+A stream, or a batch whose rows all have the same prompt, runs until each draft length
+was measured. The texts do not matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ StartStream = Callable[[list[int], DraftLengthPolicy], Stream]
 # Called with the numbers of finished rounds and of all rounds.
 Progress = Callable[[int, int], None]
 
-# A part is the layers that a forward submits at once. The number of rounds that are
-# measured with each part size, their draft length, and the least share of a round's
-# time that another size has to save to replace the usual size.
+# A part is the layers that a forward submits at once. In order: the number of rounds
+# that are measured with each part size; the draft length of these rounds; the share of
+# a round's time that a part size has to save to replace the usual part size.
 PART_ROUNDS, PART_DRAFT, PART_GAIN = 5, 4, 0.05
 
 

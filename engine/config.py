@@ -56,10 +56,10 @@ class GeneratorConfig:
     prompts: Prompts
     ranked: RankedTarget | None  # None: the target is not sharded
     draft: Draft | None  # the draft of this rank; None: plain decoding
-    notices: tuple[str, ...]  # on how the draft was chosen
+    notices: tuple[str, ...]  # on how the draft was chosen, and where it pauses
     lengths: PolicyFactory
     options: GeneratorOptions  # as passed
-    # The prefix cache's index of the head whose rows it keeps; None: it keeps none
+    # The index, in the prefix cache, of the head whose rows it keeps; None: no head
     kept_head: int | None
 
     @property

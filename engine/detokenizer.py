@@ -1,7 +1,7 @@
 """Detokenizer: streamed text and chunks from token ids, up to a stop.
 
 Text is emitted as soon as it is certain. An incomplete character at the end is held
-back, and so is an end that may begin a stop string.
+back, and so are last characters with which a stop string may begin.
 """
 
 import re
@@ -74,7 +74,7 @@ class TextDetokenizer:
         self._window: list[int] = []
         self._shown = ""  # emitted text of the window
         self._whole = 0  # number of the window's tokens up to the last whole character
-        self._cut = 0  # number of first tokens of the window to drop next, if possible
+        self._cut = 0  # number of tokens to drop next from the window's beginning
 
     def fork(self) -> tuple[Any, ...]:
         """Return the state, to `restore` it if the next tokens are undone."""
@@ -166,7 +166,7 @@ class ChunkQueue:
     text: TextDetokenizer
     max_tokens: int
     ready: deque[Chunk] = field(default_factory=deque)  # not taken yet
-    # Without log-probabilities of all ids, which are large
+    # All taken chunks, without the log-probabilities of all ids, which are large
     taken: list[Chunk] = field(default_factory=list)
     reason: str | None = None  # why the text ends; None: it goes on
     _before: Any = None  # the state of `text` before the first cut after a `take`

@@ -83,7 +83,7 @@ class SpeculativeGenerator:
         Args:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
             convention: the convention of an MTP head's training; None: probed.
-            quantize_draft: bits of the loaded draft's or head's weights: 2 to 6, or 8.
+            quantize_draft: quantize the loaded draft's weights to 2 to 6 or 8 bits.
             adapter_path: a folder of adapter weights for the target, by mlx_lm.lora.
             trust_remote_code: let code in the folders of target and draft model run.
             parallel: how the target is sharded over `group`. A draft model is loaded on
@@ -94,8 +94,8 @@ class SpeculativeGenerator:
                 "lookup" or "auto"; see `LookupDraft`.
             options: the fields of `GeneratorOptions`. `draft="auto"` takes the draft
                 that speculation.json in the folder names, else the folder's head, and
-                adds a lookup. If a head was expected and is missing, `notices` says
-                why.
+                adds a lookup. If the folder has no such draft that can be used,
+                `notices` may say why.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no complete head, or its
@@ -253,8 +253,8 @@ class SpeculativeGenerator:
     ) -> list[Result]:
         """Return the results of prompts, in their order; see `BatchGenerator`.
 
-        Entry i of `each` replaces options of prompt i; (): none. If the `sampling` of
-        all prompts has a seed, prompt i gets `derived_seed(seed, i)`.
+        Entry i of `each` replaces options of prompt i; (): none. If `sampling` in
+        `options` has a seed, prompt i gets `derived_seed(seed, i)`.
 
         Raises:
             InvalidRequestError: two values do not fit together; nothing has run.

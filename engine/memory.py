@@ -89,8 +89,9 @@ def held_memory(
 class CacheSize:
     """Size of a model's caches, in bytes, from a forward that is built but not run.
 
-    `row` is one token in all layers that keep every token, `layer` one token in the
-    largest layer. `states` are all sliding windows, when full, and recurrent states.
+    `row` is the size of one token in all layers that keep every token, `layer` in the
+    largest of these layers. `states` is the size of all sliding windows, when full, and
+    of all recurrent states.
     """
 
     row: int = 0

@@ -140,6 +140,6 @@ class PrefixReuse:
         return [
             (which, lane)
             for which, lane in enumerate(self.lanes())
-            # A batch shares draft models; their own lanes then have no caches.
+            # In a batch requests share a draft model, and have no caches of it.
             if lane is not None and (lane.caches or not which)
         ]

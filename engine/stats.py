@@ -26,7 +26,7 @@ class DrafterFault:
     """Fault for which a drafter is disabled for the rest of a stream."""
 
     drafter: str  # the name of the drafter's class
-    call: str  # "begin", "propose", "settle" or "discard"
+    call: str  # the drafter's method that failed, such as "propose"
     reason: str  # the error, or the fault of the draft, in one line
     details: str  # the traceback; without an error, the reason again
 
@@ -62,8 +62,8 @@ class Statistics:
             or the record of its call is incomplete.
         reused: prompt tokens that the target did not read: the prefix cache held them.
         reused_from_disk: reused tokens that were only in files.
-        prefill_seconds: time in which target and drafter read the prompt, and of
-            preparations.
+        prefill_seconds: time in which target and drafter read the prompt, and time of
+            preparations, such as a look-up in the prefix cache.
         draft_seconds: time of the rounds until the drafted tokens are computed.
         verify_seconds: time after that until the target's logits are computed; in plain
             steps, all time until then. Includes the replay of recurrent layers, which

@@ -7,7 +7,8 @@
             ...
     batch.remove(uid).text
 
-A row gets the text that a stream with the same prompt, options and seed generates.
+A request of a batch is called a row. It gets the text that a stream with the same
+prompt, options and seed generates.
 """
 
 import sys
@@ -49,9 +50,9 @@ class BatchGenerator:
     Args:
         generator: a `SpeculativeGenerator`; the rows have its options.
         max_rows: the largest number of rows that run at once. Further rows wait.
-        row_sizes: True: add padding rows up to the next of a few sizes, such as 6 or 8,
-            see `models/shape_buckets.py`. Padding changes no text. None: pad only if a
-            new number of rows takes long to compile. False: never pad.
+        row_sizes: True: add padding rows up to the next of a few numbers of rows, such
+            as 6 or 8, see `models/shape_buckets.py`. Padding changes no text. None: pad
+            only if a new number of rows takes long to compile. False: never pad.
 
     Raises:
         InvalidRequestError: `max_rows` is below 1, or the target is on several ranks.
@@ -129,9 +130,9 @@ class BatchGenerator:
         """
         with DeferredSignals(checkpoints=True):
             if self._queue.waiting and not self._wired:
-                # A stream that ends restores the wired limit that it found. The batch
-                # sets its limit before any stream does, so the limit stays until
-                # the batch is closed.
+                # A stream sets mlx's limit of wired memory, and restores the earlier
+                # limit at its end. The batch sets the limit before any stream does, so
+                # the limit stays until the batch is closed.
                 self._wired = True
                 close_at_exit(self._open)
                 self._open.enter_context(wired(self._generator.model))

@@ -63,7 +63,7 @@ class BatchDecoder(Decoder):
         self.lengths.take(rows)
 
     def _shared_by(self, row: BatchRequest) -> SharedDrafter | None:
-        """Return a drafter for all requests like this one; None: none can be shared."""
+        """Return a new drafter that all requests share, of this one's kind; or None."""
         lane, head = row.drafter.batch_lane, row.drafter.batch_head
         if lane is not None:
             return SharedModel(BatchLane(lane.model, self._sizes))

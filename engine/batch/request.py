@@ -71,7 +71,7 @@ class BatchRequest:
     planner: Any = field(init=False)  # plans its drafts in a batch
     # The drafter, if a rule chooses among its proposals
     ruled: RuledDrafter | None = field(init=False)
-    # The drafter, or the member of a cascade that rows can share
+    # The drafter; of a cascade, the member that requests can share
     drafter: OpenDrafter = field(init=False)
     tokens: list[int] = field(init=False)  # the known tokens
 
@@ -124,7 +124,7 @@ class BatchRequest:
             self.generation.prefixes.store(self.tokens, ended=False)
 
     def fail(self, error: Exception | None = None) -> None:
-        """End this request with an error; None: with `self.error`, if it is set."""
+        """End this request with `error`; None: keep the error that it has, if any."""
         self.error = error or self.error
         if self.generation.result is None:
             self.generation.end("error")

@@ -76,7 +76,7 @@ class RunningTogether:
                 self._rounds.proposals.shared.give_back(row.request)
 
     def release(self, row: BatchRequest) -> None:
-        """Let a request leave, with a copy of its caches in its own lane."""
+        """Let a request leave; copy its caches for its prefix cache, if it has one."""
         try:
             self.give_back(row)
         finally:

@@ -36,7 +36,7 @@ LOST_SECONDS = 2.0  # how long after mlx's error a closed connection may show up
 _PACKAGES = ("mlx", "mlx-lm", "mlx-speculation")
 _BACKEND = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")
 
-# Earlier groups, by host and process of each rank; key None: the group of all ranks.
+# Groups made so far. A key lists host and process of each rank; None: all ranks.
 _met: dict[tuple[Any, ...] | None, "RankGroup"] = {}
 
 

@@ -8,7 +8,7 @@
                    and the accepted number in
                    the graph, in one array
 
-Arrays sent in the graph are not evaluated first.
+Arrays sent in the graph are not evaluated before they are sent.
 """
 
 from collections.abc import Callable, Iterator
@@ -126,7 +126,8 @@ class RankedDecisions(Verifier):
         sent.
         With `accepts`, the decision has a number of accepted tokens.
         """
-        # Depends on the logits: their sums over the ranks have to be computed first.
+        # `packed` depends on the logits, so that their sums over the ranks are computed
+        # before it is sent.
         zeros = mx.zeros((2 * rows + accepts,), mx.uint32)
         packed, log_probs = mx.depends(zeros, logits), None
         if self._session.leads:

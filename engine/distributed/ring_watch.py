@@ -105,7 +105,11 @@ class RingWatch:
             ended = bool(self.lost()) and self._end_if_stuck(time.monotonic())
 
     def _end_if_stuck(self, now: float) -> bool:
-        """Report a thread that is stuck in mlx. Later, end the process; return True."""
+        """Report a thread stuck in mlx; if it stays stuck, end the process.
+
+        Returns:
+            Whether the process was ended.
+        """
         if self._depth == 0 or self._known is None:
             return False
         ranks, since = self._known

@@ -14,7 +14,7 @@ has ended the stream on that rank. All ranks then end the stream, and the group 
 usable.
 
 A stream that is dropped sends nothing. The ranks agree before each forward, so no rank
-waits for a forward of another.
+waits for a forward that another rank never runs.
 """
 
 import hashlib
@@ -218,7 +218,7 @@ def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _named(value: Any) -> Any:
-    """Return a JSON value, equal on all ranks, in place of one that JSON lacks."""
+    """Return a value of a JSON type, equal on all ranks, for one of another type."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -79,7 +79,7 @@ class RankedTarget:
                     f"draft is of kind {member.kind!r}, but a target on ranks needs "
                     "a model, a lookup, an MTP head or a Drafter."
                 )
-            # The head gets a whole copy of the layer when its first stream begins.
+            # The head gets a copy of the whole layer when its first stream begins.
             if self._needs_output(member) and not can_join_output(self._model):
                 raise UnsupportedModelError(
                     "The MTP head needs the whole output layer of "

@@ -33,7 +33,7 @@ class Branches:
 
     Attributes:
         parents: integers [k], for each token the index of its parent, which is smaller
-            than its own; -1: the token follows the known tokens.
+            than the token's index; -1: the token follows the known tokens.
         levels: the deepest level at which tokens may be accepted, counted from 1.
     """
 
@@ -122,7 +122,7 @@ class Drafter(Protocol):
     """
 
     def begin(self, sequence: Sequence) -> None:
-        """Start a new sequence, and forget the last one. Called by prefill."""
+        """Start a new sequence, and forget the previous one. Called by prefill."""
         return
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
@@ -241,7 +241,10 @@ class OpenDrafter(Drafter):
 
 
 class WrappedDrafter(OpenDrafter):
-    """A wrapper of a drafter: attributes that are not overridden are `inner`'s."""
+    """A wrapper of a drafter: attributes are `inner`'s, unless they are overridden.
+
+    Unless it is overridden, `shared` is the wrapper itself.
+    """
 
     def __init__(self, inner: OpenDrafter) -> None:
         self.inner = inner

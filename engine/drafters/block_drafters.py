@@ -92,10 +92,10 @@ class DFlashDraft(HeadDraft):
                 the next one ("samples"); None: see `tokenizer`.
             tokenizer: the target's tokenizer. If neither config.json nor an argument
                 says how layers are counted, or what the anchor is, the target generates
-                about 64 tokens, and the drafter predicts them with each possible value.
-                An unusual value is taken only if it is surely better; without a
-                tokenizer, the usual value is taken. If config.json lists no layers, the
-                draft's `notice` names the layers that are read.
+                about 64 tokens, and the drafter predicts them with each value of what
+                is open. An unusual value is taken only if it is surely better; without
+                a tokenizer, the usual value is taken. If config.json lists no layers,
+                the draft's `notice` names the layers that are read.
 
         Raises:
             ModelFolderError: the folder holds no such drafter, or only a part of one.

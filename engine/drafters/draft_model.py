@@ -90,7 +90,7 @@ class ModelDraft(FolderDraft):
         return None if self._reduced is None else self._reduced.layer
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse a draft model that has no row for some token of the target."""
+        """Refuse a draft model whose logits lack some token of the target."""
         width = logit_width(self.model)
         if width <= target.highest_id:
             raise InvalidRequestError(

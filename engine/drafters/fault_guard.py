@@ -279,7 +279,7 @@ class FaultGuard(WrappedDrafter):
             raise error
         self._disabled = True
         if self._target is not None:
-            self._target.follower = None  # nobody would read the states it collects
+            self._target.follower = None  # nobody reads the states that it collects
         try:
             self.inner.discard()
         except Exception as second:
@@ -321,14 +321,14 @@ def _within_tree(branches: Branches, count: int, limit: int) -> Branches:
 
 
 def _within(tokens: mx.array, limit: int) -> mx.array:
-    """Return the ids as uint32, clipped to 0 to `limit` - 1."""
+    """Return the ids as uint32, clipped to the range from 0 to `limit` - 1."""
     if tokens.dtype == mx.uint32:
         return mx.minimum(tokens, limit - 1)
     return mx.clip(tokens.astype(mx.int64), 0, limit - 1).astype(mx.uint32)
 
 
 def _peaks_of(seen: SequenceOf[mx.array]) -> mx.array:
-    """Return the peaks of all rows, computed together if all have equal widths."""
+    """Return the peaks of all rows, computed together if all have the same width."""
     if len({logits.shape[1] for logits in seen}) == 1:
         return peaks(mx.concatenate([*seen]))
     return mx.concatenate([peaks(logits) for logits in seen])

@@ -66,7 +66,7 @@ class TokenTexts:
             if each["special"]
         }
         level = "ByteLevel" in json.dumps(whole.get("decoder"))
-        # By token id; empty for special tokens
+        # The bytes of each token id; no bytes for special tokens
         self.bytes: dict[int, bytes] = {}
         for i, name in names.items():
             if i in self.special:
@@ -218,7 +218,10 @@ def _byte_level(name: str) -> bytes:
 
 
 def _letters() -> dict[str, int]:
-    """Return GPT-2's table; unprintable bytes have letters from code point 256 on."""
+    """Return GPT-2's table from letters to bytes.
+
+    Unprintable bytes have letters from code point 256 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -312,10 +315,10 @@ class ForeignModelDrafter(OpenDrafter):
     def __init__(self, inner: OpenDrafter, common: CommonTokens) -> None:
         self._inner, self._common = inner, common
         pairs = common.pairs
-        self._theirs = mx.array(list(pairs), mx.uint32)  # [n], of the target
+        self._theirs = mx.array(list(pairs), mx.uint32)  # [n], ids of the target
         self._own_ids = mx.array(
             list(pairs.values()), mx.uint32
-        )  # [n], of the draft, for the same tokens
+        )  # [n], ids of the draft for the same tokens
         self._table = mx.zeros(max(pairs) + 1, mx.uint32)
         self._table[self._theirs] = self._own_ids
         self._text = Sequence([])  # in tokens of the draft
@@ -323,7 +326,7 @@ class ForeignModelDrafter(OpenDrafter):
 
     @property
     def lanes(self) -> list[Lane | None]:
-        """A list of None: the lane holds other tokens than the target's."""
+        """None in place of the lane, which holds other tokens than the target's."""
         return [None]
 
     @property

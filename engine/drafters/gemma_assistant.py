@@ -176,7 +176,7 @@ class AssistantOnTarget:
 
     Args:
         draft: the assistant.
-        lanes: the target's lane for each text; several lanes belong to one batch.
+        lanes: the target's lane for each text; if several, all are of one batch.
         texts: the known tokens of each text.
     """
 

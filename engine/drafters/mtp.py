@@ -146,7 +146,7 @@ class MtpDraft(HeadDraft):
         self.mtp.take_output(output)
 
     def configured(self, options: DraftOptions) -> "MtpDraft":
-        """Return the head with a reduced vocabulary, if there is one."""
+        """Return the draft, with a reduced vocabulary if the options have one."""
         ids = options.vocabulary
         return self if ids is None else MtpDraft(self.model, self.head, ids=ids)
 
@@ -235,7 +235,7 @@ class MtpDrafter(OpenDrafter):
         self._cache.resume(snapshot)
 
     def begin(self, sequence: Sequence) -> None:
-        """Read the states of the prompt, which the target has read."""
+        """Read the target's states at the positions of the prompt."""
         self._catch_up()
 
     def hand_over(self) -> HeadCache:
@@ -330,7 +330,7 @@ class MtpDrafter(OpenDrafter):
         self._cache.rollback()
 
     def _read_chunk(self) -> None:
-        """Read all chunks but the newest, so that the first token waits less."""
+        """Read all chunks but the newest, so that the first token comes earlier."""
         before, self._chunk_end = self._chunk_end, self.committed.stop
         self._catch_up(until=before)
 
@@ -344,7 +344,8 @@ class MtpDrafter(OpenDrafter):
             until: states from this position on remain unread too; None: no others.
         """
         committed = self.committed
-        spare = self._cache.again - 1  # read states to keep, see `engine.prefix_reuse`
+        # States to keep although they were read, see `engine.prefix_reuse`
+        spare = self._cache.again - 1
         if committed.start > self._cache.end or committed.stop < self._cache.end:
             self._cache = self._new_cache(committed.start)
         committed.drop(self._cache.end - spare)

@@ -32,7 +32,7 @@ def reduced_vocabulary(
     always included, since otherwise no draft would ever end a text.
 
     Args:
-        texts: a text, several texts, or token ids, in which ids are counted.
+        texts: a text, several texts, or token ids; the ids in them are counted.
         size: the largest number of ids to return, at least 1.
         tokenizer: encodes the texts; None: `texts` are token ids.
 

@@ -80,7 +80,7 @@ class DraftName:
     convention: MtpConvention | None = None
     bits: int | None = None  # of the quantized weights; None: they stay as they are
     trust_remote_code: bool = False  # whether to run code in the draft's folder
-    history: int | None = None  # the option of its lookup, see `LookupDraft`
+    history: int | None = None  # `history` of the lookup, see `LookupDraft`
 
 
 @dataclass(frozen=True, slots=True)

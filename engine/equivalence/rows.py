@@ -102,9 +102,9 @@ def verify_both_ways(
 
 
 def logit_rows(lane: Lane, tokens: Sequence[int], width: int) -> Any:
-    """Return the logits after each of `tokens`, float32 numpy [rows, vocab].
+    """Return the logits after each of `tokens`, from forwards over `width` tokens.
 
-    The caches of the lane do not change.
+    The result is float32 numpy [rows, vocab]. The caches of the lane do not change.
     """
     rows = []
     with Speculation(lane.caches, whole=True, isolated=True) as speculation:

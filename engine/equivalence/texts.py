@@ -67,7 +67,7 @@ def find_parting(
     # Number of places in a block at which to try the row; None: all. Fewer places may
     # give a smaller difference than the texts had.
     places: int | None = None,
-    make_lane: MakeLane = Lane,  # with the texts' kinds of caches
+    make_lane: MakeLane = Lane,  # makes the kinds of caches that the texts were in
 ) -> Parting | None:
     """Return the first difference of two texts; None: they are equal."""
     pairs = enumerate(zip_longest(expected, got))

@@ -78,7 +78,7 @@ def limited(
     kv_group_size: int,
     quantized_kv_start: int,
 ) -> tuple[Caches, KVQuantization | None]:
-    """Return the caches of a text of `reach` positions, and their quantization.
+    """Return the caches for `reach` new positions, and the caches' quantization.
 
     Raises:
         InvalidRequestError: a limit is invalid, or `max_kv_size` was passed for a model

@@ -37,7 +37,7 @@ def load_prompt(path: str | Path, model: nn.Module) -> LoadedCaches:
 
 
 def _used(model: nn.Module, kinds: list[Any]) -> list[Any]:
-    """Return caches of a model of the given kinds, with one token in them."""
+    """Return a model's caches, of the given kinds and with one token in them."""
     windows = [cache for cache in kinds if isinstance(cache, RotatingKVCache)]
     fresh = make_prompt_cache(model, windows[0].max_size if windows else None)
     model(mx.zeros((1, 1), mx.int32), cache=fresh)

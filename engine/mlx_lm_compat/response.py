@@ -20,8 +20,8 @@ class SpeculativeResponse(GenerationResponse):
     """mlx-lm's response, with statistics and the seed.
 
     `from_draft` says whether the token was drafted and accepted. Unlike in mlx-lm, the
-    last of `max_tokens` is never drafted. `logprobs` are float32 [vocab], unevaluated;
-    minus infinity for unused ids.
+    last of `max_tokens` tokens is never drafted. `logprobs` are float32 [vocab],
+    unevaluated; minus infinity for ids that the tokenizer lacks.
 
     Attributes:
         stats: counts and times so far, the same object in all responses of a text.

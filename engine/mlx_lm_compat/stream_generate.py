@@ -76,7 +76,7 @@ def stream_generate(
         tokenizer: its tokenizer.
         prompt: text or token ids, appended to the tokens in `prompt_cache`.
         max_tokens: at least 1; -1: no limit.
-        draft_model: see `draft` of `GeneratorOptions`; kept for the next call.
+        draft_model: see `draft` of `GeneratorOptions`, which is kept between calls.
         stream: the stream that mlx works on; None: the default one.
         sampler: chooses tokens; None: greedy decoding.
         logits_processors: called as in plain decoding, see `Sampling`.
@@ -187,8 +187,8 @@ def _check_keywords(unknown: dict[str, Any], embeddings: Any) -> None:
     if unknown:
         raise TypeError(
             f"stream_generate() takes no keyword {', '.join(map(repr, unknown))}. It "
-            "takes those of mlx_lm.stream_generate, seed and exact; for others use "
-            "mlx_speculation.SpeculativeGenerator."
+            "takes those of mlx_lm.stream_generate, seed and exact; for more options "
+            "use mlx_speculation.SpeculativeGenerator."
         )
     if embeddings is not None:
         raise InvalidRequestError(

@@ -48,7 +48,7 @@ class StreamOptions:
         yielded_only: after `close()`, let the caller's caches hold only the prompt and
             the yielded tokens. This may cost further forwards, over at most as many
             tokens as a draft has.
-        level_draft: at the end, let the draft model hold the same tokens as the target.
+        level_draft: at the end, feed the draft model all tokens that the target holds.
         prediction: a text, or its token ids, that the output may repeat in part, such
             as a file to be edited. A lookup searches it.
         images: the images of the prompt's image parts, in their order: paths, bytes,

@@ -78,7 +78,10 @@ class Decoder(ABC):
 
     @abstractmethod
     def _plan_round(self, forced: Collection[int], started: float) -> Lengths:
-        """Plan drafts except at `forced` places; let drafters read; start the clock."""
+        """Plan drafts except at `forced` places, and start the clock.
+
+        Drafters may read a part of the prompt first.
+        """
 
     @abstractmethod
     def _submits_next(self) -> bool:

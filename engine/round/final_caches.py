@@ -13,8 +13,9 @@ class FinalCaches:
 
     Attributes:
         hold_all: the target's caches finally hold all known tokens, even the last one.
-        yielded_only: the target's caches finally hold yielded tokens only.
-        level_draft: the draft model's caches finally hold the target's tokens.
+        yielded_only: of the generated tokens, these caches finally hold only yielded
+            ones.
+        level_draft: the draft model's caches finally hold the same tokens.
     """
 
     rounds: Rounds

@@ -45,7 +45,7 @@ class Before(NamedTuple):
 class Proposals:
     """Proposals for the requests of a round, until they are settled or discarded.
 
-    `shared` is the drafter for all requests at once; None: each has its own drafter.
+    `shared` is the drafter for all requests at once; None: there is no such drafter.
     `failed` holds errors raised while drafting, by the place of the request.
     """
 

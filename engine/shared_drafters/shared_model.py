@@ -73,7 +73,7 @@ class SharedModel(SharedDrafter):
         return result
 
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
-        """Let requests with a limit join the lane, each without its last two tokens.
+        """Let requests that may draft join the lane, without their last two tokens.
 
         A call reads at most one chunk of their tokens, and one chunk of the tokens that
         rounds without drafts have added. A request drafts after its tokens are read.
@@ -162,7 +162,8 @@ class SharedModel(SharedDrafter):
         for request in requests:
             lane, tokens = self._lanes[request], request.sequence.tokens
             if lane.seen > len(tokens) - LAG:
-                # A prefix cache gave the lane one token too many until the next round.
+                # The prefix cache gave the lane one token too many. After the next
+                # round, the lane lacks two tokens again.
                 continue
             room = room or PrefillBudget(lane.prefill_step)
             if not lane.feed(tokens[lane.seen : -LAG], fits=room.fits):
