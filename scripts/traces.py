@@ -70,7 +70,7 @@ class Recorded(Draft):
 
 
 class Recorder:
-    """The drafter of one stream; `drafts` are by the number of tokens before them."""
+    """The drafter of one stream; `drafts` maps a number of known tokens to a draft."""
 
     def __init__(self, inner: Drafter, drafts: dict[int, list[int]]) -> None:
         self._inner, self._drafts = inner, drafts

@@ -1,6 +1,6 @@
 """An MTP family of your own: how files name a head's tensors, and what the head needs.
 
-mlx-lm has no heads for Qwen3, so this invents one, in the naming of DeepSeek.
+mlx-lm has no heads for Qwen3, so this file invents one, in the naming of DeepSeek.
 """
 
 import shutil

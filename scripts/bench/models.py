@@ -40,7 +40,7 @@ from mlx_speculation.samplers import Chooser
 
 # Bundled drafts that fit one bundled target
 OWN_DRAFTS = {"dense": ["eagle"], "sliding": ["assistant"], "hybrid": ["mtp"]}
-COUNTED = 1_000_000  # characters of source text
+COUNTED = 1_000_000  # characters of source text whose token ids are counted
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from bench.turns import Spread
 from mlx_speculation.blas import use_blas
 
 CACHE = "MLX_SPECULATION_CACHE"
-WIDTH = 160  # columns of a table that is written to a file
+WIDTH = 160  # characters in a line of a table that is written to a file
 
 
 @dataclass(slots=True)
@@ -42,8 +42,8 @@ class Report:
 def reported(context: typer.Context) -> Iterator[Report]:
     """Choose the BLAS, let the block fill a report, and print it.
 
-    The block does not use costs that earlier runs have saved. `context` is of a command
-    with the options `blas` and `json_file`.
+    The block does not use costs that earlier runs have saved. `context` is that of a
+    command with the options `blas` and `json_file`.
     """
     chosen = use_blas(context.params["blas"])
     report = Report()

@@ -55,9 +55,9 @@ class UnsupportedCacheError(SpeculationError, TypeError):
 
 
 class UnsupportedModelError(SpeculationError, TypeError):
-    """Raised when a drafter needs a part, such as hidden states, that a model lacks.
+    """Raised when a model lacks what a drafter or an option needs, like hidden states.
 
-    It is raised before the first draft. Decoding without that drafter works.
+    It is raised before the first draft. Without that drafter or option, decoding works.
     """
 
 

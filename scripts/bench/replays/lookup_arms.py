@@ -113,7 +113,7 @@ class Ours(Arm):
 
 
 def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -> str:
-    """Return a line with the mean and maximum of links read and tokens copied."""
+    """Return a line with mean and maximum, per call, of states and copied tokens."""
     now = [0, 0]
     calls: list[tuple[int, int]] = []
 
@@ -166,7 +166,7 @@ class PromptLookup(Arm):
         self._latest = latest
 
     def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
-        """Forget the last text."""
+        """Forget the previous text."""
         self._ends: dict[tuple[int, ...], int] = {}
         self._known = 0
 

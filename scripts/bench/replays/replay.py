@@ -64,7 +64,11 @@ class Machine:
     noise: Sequence[float] = (1.0,)  # factors of the observed times, in a cycle
 
     def plain(self, behind: bool, ahead: bool) -> float:
-        """Return a plain step's cost by the steps in flight before and after it."""
+        """Return a plain step's cost.
+
+        `behind`: it was in flight when its round began. `ahead`: the next step is in
+        flight when the round ends.
+        """
         steps = self.left if behind else self.cold
         return steps + (1.0 - self.left) * ahead
 

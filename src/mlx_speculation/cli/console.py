@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-WIDEST = 500  # columns of a table
+WIDEST = 500  # characters in a line of a table
 QUIET_SECONDS = 15.0  # between lines of progress if stderr is no terminal
 Report = Callable[[int, int], None]
 
@@ -75,7 +75,7 @@ class Screen:
         console.print(table, crop=False)
 
     def object(self, **fields: Any) -> None:
-        """Print the JSON object if `json` is set."""
+        """Print the fields as a JSON object, if `json` is set."""
         if self.json:
             typer.echo(json.dumps(plain(fields), allow_nan=False))
 

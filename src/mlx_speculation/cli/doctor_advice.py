@@ -105,7 +105,7 @@ def _speed(facts: Facts) -> Iterator[Advice]:
         yield Advice(
             "slow",
             f"{CUDNN} is '0': prompts are read several times slower without cuDNN",
-            f"unset {CUDNN}, unless a model needs it (see the note without it)",
+            f"unset {CUDNN}; doctor then says which models need it",
         )
     yield from _threads(facts)
 

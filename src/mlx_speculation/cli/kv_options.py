@@ -68,7 +68,7 @@ class KvOptions(KvLimits):
         reach: int,
         prefill_progress: Callable[[int], None],
     ) -> "StreamKeywords":
-        """Return the keywords of a stream of at most `reach` positions."""
+        """Return the keywords of a stream that adds at most `reach` positions."""
         from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 
         prompt_caches = None if loaded is None else loaded.caches

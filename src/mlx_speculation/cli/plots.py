@@ -33,7 +33,7 @@ def check_plot(path: str | Path) -> None:
 def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
     """Return a figure: speeds above, acceptance below.
 
-    `names` are those of the drafts, by `Arm.draft`. `arms` begins with the two plain
+    `names[arm.draft]` is the name of an arm's draft. `arms` begins with the two plain
     arms.
     """
     figure: Figure = _figure_class()(figsize=(4.6, 7.1), layout="constrained")

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 LENGTHS = (1, 2, 4, 8)
 LEAST_GAIN = 1.02  # a draft with a smaller speed-up is not recommended
-BUSY = 1.4  # ratio of plain decoding's speeds from which the machine counts as busy
+# The machine is called busy if plain decoding's fastest pass is this many times as fast
+# as its slowest.
+BUSY = 1.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

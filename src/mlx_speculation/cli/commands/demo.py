@@ -274,7 +274,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
 
 
 def _busy(comparisons: Sequence[_Comparison]) -> str:
-    """Return a warning if plain decoding was not equally fast in all texts, or ""."""
+    """Return a warning if the speeds of plain decoding differ by `BUSY`, else ""."""
     for target in dict.fromkeys(each.target for each in comparisons):
         speeds = [each.speeds[0] for each in comparisons if each.target == target]
         if max(speeds) > BUSY * min(speeds):
@@ -287,7 +287,7 @@ def _busy(comparisons: Sequence[_Comparison]) -> str:
 
 
 def _sameness(row: _Comparison) -> str:
-    """Return "yes", or where a text differs; a near-tie only if there is no other."""
+    """Return "yes", or the place of a real difference, or else that of a near-tie."""
     partings = [turn.parting for turn in row.turns if turn.parting is not None]
     if not partings:
         return "yes"
