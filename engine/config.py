@@ -55,8 +55,8 @@ class GeneratorConfig:
     target_width: int  # number of logits in a row of the target
     prompts: Prompts
     ranked: RankedTarget | None  # None: the target is not sharded
-    draft: Draft | None  # the draft of this rank; None: plain decoding
-    notices: tuple[str, ...]  # on how the draft was chosen, and where it pauses
+    draft: Draft | None  # the draft of this rank; None: this rank drafts nothing
+    notices: tuple[str, ...]  # on how the draft was chosen, and when it pauses
     lengths: PolicyFactory
     options: GeneratorOptions  # as passed
     # The index, in the prefix cache, of the head whose rows it keeps; None: no head

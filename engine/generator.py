@@ -83,7 +83,7 @@ class SpeculativeGenerator:
         Args:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
             convention: the convention of an MTP head's training; None: probed.
-            quantize_draft: quantize the loaded draft's weights to 2 to 6 or 8 bits.
+            quantize_draft: bits to quantize the loaded draft to: 2 to 6, or 8.
             adapter_path: a folder of adapter weights for the target, by mlx_lm.lora.
             trust_remote_code: let code in the folders of target and draft model run.
             parallel: how the target is sharded over `group`. A draft model is loaded on
@@ -94,8 +94,8 @@ class SpeculativeGenerator:
                 "lookup" or "auto"; see `LookupDraft`.
             options: the fields of `GeneratorOptions`. `draft="auto"` takes the draft
                 that speculation.json in the folder names, else the folder's head, and
-                adds a lookup. If the folder has no such draft that can be used,
-                `notices` may say why.
+                adds a lookup. If heads of the target's family are known and none can be
+                loaded, `notices` says why.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no complete head, or its

@@ -140,6 +140,7 @@ class PrefixReuse:
         return [
             (which, lane)
             for which, lane in enumerate(self.lanes())
-            # In a batch requests share a draft model, and have no caches of it.
+            # In a batch, requests share the caches of a draft model. Their own lanes
+            # then have none.
             if lane is not None and (lane.caches or not which)
         ]

@@ -1,4 +1,4 @@
-"""Text that fits a JSON schema, drafted as fast as any other.
+"""Text that fits a JSON schema, with drafts as for any other text.
 
 Needs the extra `grammar`. The bundled models know no JSON, so their text is odd.
 """

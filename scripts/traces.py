@@ -7,18 +7,18 @@ draft at each position gives the result of every shorter draft from there.
     python scripts/traces.py traces.npz --model FOLDER --draft lookup \
         --name smollm2-lookup --prompts question.jsonl --per-group 4
 
-This command adds the pair of model and draft, or more texts of it, to traces.npz, and
-prints one JSON line. The defaults of --model and --prompts are the bundled dense model
-and prompts. The tests and scripts/draft_length.py replay the files in
+This command adds a pair of model and draft to traces.npz, or more texts if the pair is
+there, and prints one JSON line. The defaults of --model and --prompts are the bundled
+dense model and prompts. The tests and scripts/draft_length.py replay the files in
 tests/support/draft_length/.
 
-A chat model ends its texts itself; other texts end after --tokens. Arrays of a pair,
-named `NAME/GROUP/...`, one row for each text, with zeros after its end:
+A chat model ends its texts itself; other texts end after --tokens. Arrays named
+`NAME/GROUP/...` have one row for each text of a pair, with zeros after its end:
     right     uint8 [texts, tokens], number of drafted tokens before the first wrong one
     found     uint8 [texts, tokens], number of drafted tokens
     context   int32 [texts], number of tokens of the prompt; `tokens`: of the text
-    costs     float32 [lengths], cost of a round that drafts `NAME/lengths` tokens, in
-              plain steps: processor time, which does not depend on other processes
+The array `NAME/costs` has the costs of rounds that draft `NAME/lengths` tokens, in
+plain steps: processor time, which does not depend on other processes.
 """
 
 import argparse

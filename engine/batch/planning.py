@@ -63,7 +63,7 @@ class BatchDecoder(Decoder):
         self.lengths.take(rows)
 
     def _shared_by(self, row: BatchRequest) -> SharedDrafter | None:
-        """Return a new drafter that all requests share, of this one's kind; or None."""
+        """Return a new shared drafter like this request's; None: cannot be shared."""
         lane, head = row.drafter.batch_lane, row.drafter.batch_head
         if lane is not None:
             return SharedModel(BatchLane(lane.model, self._sizes))

@@ -15,7 +15,7 @@ class BatchQueue:
     """The requests of a batch, of which at most `most` run at once.
 
     `waiting` is in the order of insertion, `running` in the order of responses.
-    `groups` maps a quantization to the requests that share forwards over such caches.
+    `groups` maps a quantization of caches to the requests that share forwards with it.
     `ready` holds responses for the next call of `BatchGenerator.next`.
     """
 

@@ -91,7 +91,7 @@ class BatchRequest:
 
     @property
     def ended(self) -> bool:
-        """Return whether it has ended, with an error or without."""
+        """Return whether the request has ended, with an error or without."""
         return self.error is not None or self.generation.result is not None
 
     @property

@@ -123,8 +123,7 @@ class RankedDecisions(Verifier):
 
         If `decide` fails, for example in a user's logits processor, the followers get
         unusable rows, which end the followers' round too. Log-probabilities are not
-        sent.
-        With `accepts`, the decision has a number of accepted tokens.
+        sent. With `accepts`, the decision has a number of accepted tokens.
         """
         # `packed` depends on the logits, so that their sums over the ranks are computed
         # before it is sent.

@@ -61,7 +61,7 @@ class RingWatch:
     def lost(self, wait: float = 0.0) -> list[int]:
         """Return the lost neighbours; wait up to `wait` seconds for a loss.
 
-        After a loss, all calls return the same ranks: further losses follow from it.
+        After a first loss, all calls return its ranks: it causes any further losses.
         """
         until = time.monotonic() + wait
         while self._ranks:

@@ -241,9 +241,9 @@ class OpenDrafter(Drafter):
 
 
 class WrappedDrafter(OpenDrafter):
-    """A wrapper of a drafter: attributes are `inner`'s, unless they are overridden.
+    """A wrapper of a drafter.
 
-    Unless it is overridden, `shared` is the wrapper itself.
+    Attributes are those of `inner`, except `shared` and what a subclass overrides.
     """
 
     def __init__(self, inner: OpenDrafter) -> None:

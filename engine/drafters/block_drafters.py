@@ -90,12 +90,12 @@ class DFlashDraft(HeadDraft):
                 is the embedding; None: see `tokenizer`.
             anchor: the position that a row of a block predicts: its own ("given") or
                 the next one ("samples"); None: see `tokenizer`.
-            tokenizer: the target's tokenizer. If neither config.json nor an argument
-                says how layers are counted, or what the anchor is, the target generates
-                about 64 tokens, and the drafter predicts them with each value of what
-                is open. An unusual value is taken only if it is surely better; without
-                a tokenizer, the usual value is taken. If config.json lists no layers,
-                the draft's `notice` names the layers that are read.
+            tokenizer: the target's tokenizer. If `layer_ids` or `anchor` is None, and
+                config.json does not give it either, the target generates about 64
+                tokens, and the drafter predicts them with each value of this argument.
+                An unusual value is taken only if it is surely better; without a
+                tokenizer, the usual value is taken. If config.json lists no layers, the
+                draft's `notice` names the layers that are read.
 
         Raises:
             ModelFolderError: the folder holds no such drafter, or only a part of one.

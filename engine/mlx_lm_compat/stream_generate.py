@@ -76,7 +76,7 @@ def stream_generate(
         tokenizer: its tokenizer.
         prompt: text or token ids, appended to the tokens in `prompt_cache`.
         max_tokens: at least 1; -1: no limit.
-        draft_model: see `draft` of `GeneratorOptions`, which is kept between calls.
+        draft_model: see `draft` of `GeneratorOptions`; if loaded, kept for later calls.
         stream: the stream that mlx works on; None: the default one.
         sampler: chooses tokens; None: greedy decoding.
         logits_processors: called as in plain decoding, see `Sampling`.

@@ -80,7 +80,7 @@ class Decoder(ABC):
     def _plan_round(self, forced: Collection[int], started: float) -> Lengths:
         """Plan drafts except at `forced` places, and start the clock.
 
-        Drafters may read a part of the prompt first.
+        Drafters that have not read their prompts read a part of them first.
         """
 
     @abstractmethod

@@ -15,7 +15,8 @@ class FinalCaches:
         hold_all: the target's caches finally hold all known tokens, even the last one.
         yielded_only: of the generated tokens, these caches finally hold only yielded
             ones.
-        level_draft: the draft model's caches finally hold the same tokens.
+        level_draft: the draft model's caches finally hold the same tokens as the
+            target's.
     """
 
     rounds: Rounds

@@ -118,7 +118,7 @@ class SharedDrafter(ABC):
         self.done()
 
     def done(self) -> None:
-        """Forget how to undo the round, since the target has committed it."""
+        """Forget how to undo the round."""
         self._round = self._chain = None
 
     def give_back(self, request: Drafted) -> None:

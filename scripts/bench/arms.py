@@ -21,7 +21,7 @@ from mlx_speculation import Sampling, SpeculativeGenerator
 from mlx_speculation.engine import Statistics
 from mlx_speculation.models import wired
 
-SLICE = 16  # tokens
+SLICE = 16  # tokens that an arm generates in a turn
 GREEDY = Sampling(seed=0)
 
 # Tokens as they arrive, each with the number of its round.

@@ -45,7 +45,7 @@ _raised: list[int] = []  # the id of the exception that a handler raised last
 
 _left_open: dict[int, tuple[ExitStack, threading.Thread]] = {}
 
-_AFTER_FINALIZERS = 1e-3  # seconds until `_raise_later` tries, and tries again
+_AFTER_FINALIZERS = 1e-3  # seconds between two attempts of `_raise_later`
 
 
 class DeferredSignals:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 class MeasuredFile:
     """A JSON file in the cache folder that holds the measurements of one key.
 
-    `key` is the measured thing; None: nothing is read or written, and `path` is None.
+    `key` tells what is measured; None: nothing is read or written, and `path` is None.
     `version` is that of the format. `folder` names a folder in the cache folder. `lost`
     is a sentence for warnings: what an unusable file entails.
     """

@@ -113,7 +113,7 @@ class Ours(Arm):
 
 
 def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -> str:
-    """Return a line with mean and maximum, per call, of states and copied tokens."""
+    """Return a line with the states walked and tokens copied in a call: mean, most."""
     now = [0, 0]
     calls: list[tuple[int, int]] = []
 

@@ -1,8 +1,8 @@
 """The typer application of all commands.
 
 A command may have a parameter such as `pair: PairOptions`, whose fields are options.
-typer needs a parameter for each option: `flattened` makes functions with these. Fields
-and parameters are declared with `option`, or with an annotation of typer.
+typer needs a parameter for each option: `flattened` makes functions that have those.
+Fields and parameters are declared with `option`, or with an annotation of typer.
 """
 
 import inspect

@@ -59,7 +59,7 @@ class TemplateOptions:
         messages: Sequence[Message],
         prefill: str | None = None,
     ) -> str:
-        """Return the text of a conversation, and of an answer that `prefill` begins."""
+        """Return the text of a conversation; `prefill` begins the answer to it."""
         said: list[Any] = [*self._system(), *messages]
         if prefill is not None:
             said.append({"role": "assistant", "content": prefill})

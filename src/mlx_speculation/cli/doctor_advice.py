@@ -36,7 +36,8 @@ class Facts:
     gpus: int = 0  # number of NVIDIA GPUs
     blas: str = ""  # description of the BLAS for float32 on the CPU
     openblas: bool = False  # whether that BLAS is OpenBLAS
-    threads: str | None = None  # description; None: this package set no number
+    # Description of that BLAS's threads; None: this package did not set their number
+    threads: str | None = None
     cores: int | None = None  # that this process may use, by affinity and CPU quota
     environment: Mapping[str, str]  # the variables that matter here
     cache_folder: str | None = None  # of measured costs; None: there is none

@@ -2,7 +2,8 @@
 
 An arm is one way to decode. In each pass all arms run the same prompt. The next pass
 starts with the next arm, so that a slow phase of the machine affects all arms alike. A
-speed-up is the median, over passes, of the ratio to plain decoding in the same pass.
+speed-up is the median, over passes, of an arm's speed divided by that of plain decoding
+in the same pass.
 """
 
 from collections.abc import Callable, Sequence

@@ -274,7 +274,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
 
 
 def _busy(comparisons: Sequence[_Comparison]) -> str:
-    """Return a warning if the speeds of plain decoding differ by `BUSY`, else ""."""
+    """Return a warning if plain decoding's speeds differ by more than `BUSY`, or ""."""
     for target in dict.fromkeys(each.target for each in comparisons):
         speeds = [each.speeds[0] for each in comparisons if each.target == target]
         if max(speeds) > BUSY * min(speeds):
