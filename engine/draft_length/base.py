@@ -30,9 +30,11 @@ class Compared:
     name: str  # the kind of its drafts
     index: int  # its index among the sources of the rule
     free: bool  # whether its proposals cost nothing
-    survival: Sequence[float]  # in a batch, the mean over requests
+    # For each token, the chance that it and all tokens before it are accepted; in a
+    # batch, the mean over the requests
+    survival: Sequence[float]
     options: tuple[Option, ...]  # the lengths that may pay
-    credit: float  # what its drafts may lose, in plain steps, see `rule`
+    credit: float  # what its drafts may still lose, in plain steps, see `rule`
 
     @property
     def drawback(self) -> str:
@@ -65,7 +67,7 @@ class Plan:
     trial     a draft that is not expected to pay, made to measure it
     plain     no draft pays, or the credit does not allow one
     measure   a plain step whose cost is measured
-    budget    the budget has no room for a draft
+    budget    `limit` leaves no room for a draft
     free      the longest draft; the rule then picks among the proposals
     """
 
@@ -103,7 +105,8 @@ class Feedback:
     drafted: int  # drafted tokens, possibly fewer than planned
     accepted: float  # accepted tokens before any cut; in a batch, the mean
     seconds: float  # of the round, including drafting
-    # Whether a plain step was in flight; a round with drafts then includes its token
+    # Whether a plain step was in flight when the round began. A round with drafts then
+    # emits the token of that step, too
     behind: bool = False
     ahead: bool = False  # whether the round has left a plain step in flight
     parts: RoundSeconds = NO_TIME  # the seconds by part
@@ -136,7 +139,10 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan | None:
-        """Learn from a round. Return its plan; None: it is `plan`. Must not raise."""
+        """Learn from a round. Must not raise.
+
+        Return the plan that the round followed; None: it followed `plan`.
+        """
         ...
 
 

@@ -8,19 +8,19 @@ from mlx_speculation.engine.draft_length.costs import PartsTable, bucket_of, few
 from mlx_speculation.engine.timing import RoundSeconds
 
 PASSES = 3  # over all lengths; a busy moment then slows only some rounds of a length
-# Rounds of a pass. The first and the last plain step are not counted, nor is the first
+# Rounds of a pass. The first and the last plain step are not measured, nor is the first
 # draft, in which the drafter also reads the tokens of the plain steps.
 PLAIN_STEPS, DRAFTS = 7, 2
 
 
 class Calibration:
-    """A policy that plans every length; all its rounds count for one context length."""
+    """A policy that plans every length, and measures costs at one context length."""
 
     def __init__(self, context: int, longest: int) -> None:
         self.longest, self._context = longest, context
         self.prompt = calibration_prompt(context)
         lengths = _lengths(longest)
-        self.rounds, self.done = len(lengths), 0  # numbers of all and of run rounds
+        self.rounds, self.done = len(lengths), 0  # all rounds; those that have run
         self._script = iter(lengths)
         self._parts: defaultdict[int, list[RoundSeconds]] = defaultdict(list)
         self._drafted = False

@@ -1,10 +1,11 @@
 """Costs of rounds, by draft length and context length, and the sources they belong to.
 
-The cost of a draft length is the median of its last rounds. Beyond measured lengths,
-costs are assumed to grow at half the mean slope: a length whose cost is assumed too low
-is tried, and its cost corrected. Costs that are not measured again are dropped: too
-high a cost would end drafting. Calibrated times are stored in a file. What streams
-learn is not stored: measurements of a busy machine would be used long after.
+The cost of a draft length is the median time of its last rounds. Beyond measured
+lengths, costs are assumed to grow at half the mean slope: a length whose cost is
+assumed too low is tried, and its cost corrected. Costs that are not measured again are
+dropped: drafting would not resume after a cost that is too high. Calibrated times are
+stored in a file. What streams learn is not stored: measurements of a busy machine would
+be used long after.
 """
 
 import os
@@ -29,7 +30,7 @@ from mlx_speculation.models import PART_SIZES, row_size
 SAMPLES = 9  # the median of a length is taken over this many of its last rounds
 LEAST_PLAIN = 2  # the cost of a plain step counts as known after this many steps
 FORGETS = 128  # costs of a length that was not measured in so many rounds are dropped
-GUESSED_SHARE = 0.25  # of a plain step: a drafted token's cost before any is measured
+GUESSED_SHARE = 0.25  # a drafted token's assumed cost, in plain steps, until measured
 SHORT_CONTEXT = 512  # contexts up to it cost the same; each doubling is one more bucket
 _VERSION = 8  # of the files
 
@@ -60,10 +61,10 @@ class RoundCosts:
         # A table of an earlier process or a similar batch, used for its ratios alone
         self.kept = dict(kept or {})
         # Tables by bucket and length. Threads share them, so loops run over copies
-        self._samples: dict[tuple[int, int], deque[float]] = {}  # the last rounds
+        self._samples: dict[tuple[int, int], deque[float]] = {}  # of the last rounds
         self._medians: CostTable = {}  # of these rounds
         self._rounds = 0
-        self._recent: set[tuple[int, int]] = set()  # measured since the last dropping
+        self._recent: set[tuple[int, int]] = set()  # measured since the last drop
         self.take(measured or {})
 
     def table(self) -> CostTable:
@@ -97,7 +98,7 @@ class RoundCosts:
             self.kept, self._recent = {}, set()
 
     def longest(self) -> int:
-        """Return the longest measured draft."""
+        """Return the longest measured draft length; 0: no draft was measured."""
         return max({0}.union(*self._medians.values()))
 
     def plain(self, context: int) -> float | None:
@@ -147,7 +148,7 @@ class Source:
     def read(
         cls, key: dict[str, Any] | None, *, free: bool = False, name: str = "draft"
     ) -> "Source":
-        """Return a source with the costs stored under a key; None: no stored costs."""
+        """Return a source with the costs stored under a key; None: none are stored."""
         key = key and {"machine": machine(), **key}
         lost = "The cost of rounds is measured again."
         file = MeasuredFile("costs", _VERSION, key, lost)
@@ -205,7 +206,7 @@ def _totals(measured: PartsTable) -> CostTable:
 
 
 def _parsed(fields: Any) -> tuple[PartsTable, int | None]:
-    """Return the times and the part of a file; raise ValueError if out of range."""
+    """Return the `parts` and `part` of a file; raise ValueError if out of range."""
     measured = {
         int(bucket): {int(n): RoundSeconds._make(one) for n, one in each.items()}
         for bucket, each in fields["parts"].items()

@@ -87,7 +87,7 @@ class PolicyFactory:
         return usual_part() if measured is None else measured
 
     def sources(self, rows: int = 0) -> list[Source]:
-        """Return the sources of a batch; 0 rows: of a stream. All share the rates."""
+        """Return the sources of a batch; `rows` 0: of a stream. All share the rates."""
         if rows not in self._known:
             drafts = members_of(self._draft)
             self._known[rows] = [self._source(draft, rows) for draft in drafts]

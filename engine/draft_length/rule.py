@@ -25,9 +25,9 @@ from mlx_speculation.engine.draft_length.costs import Source, few_lengths
 # Credits, and the share that each plain step adds, all in plain steps.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
-# The same of a batch. A job may end before it has made up for a first loss.
+# First credit, largest credit and share of a batch: it may end soon after a loss.
 BATCH_CREDIT = (0.6, 1.0, 0.01)
-LEAST_GAIN = 1.2  # the least speed of a fully accepted draft, over that of plain steps
+LEAST_GAIN = 1.2  # least speed of a fully accepted draft, relative to plain steps
 FIRST_LENGTH = 2  # the longest draft before any is measured
 SLOWEST = 2.0  # a round's seconds count as at most this many times the usual ones
 # After this many rounds with drafts, this many plain steps are measured again.
@@ -87,7 +87,8 @@ class DraftRule:
     ) -> Plan:
         """Return the next round's plan; `behind`: whether a plain step is in flight.
 
-        Without offers, free sources have yet to propose; a draft is then the longest.
+        `offers` None: free sources have yet to propose, and a draft has the largest
+        length.
         """
         longest = min(limit, self.longest)
         if longest <= 0:
@@ -137,7 +138,7 @@ class DraftRule:
     def _judged(
         self, context: int, longest: int, offers: Offers, plain: float, behind: bool
     ) -> Iterator[Compared]:
-        """Yield each source with the lengths that may pay and lose at most its credit.
+        """Yield each source, with the lengths that may pay and that its credit allows.
 
         A length is at most twice the longest measured one. A free draft costs at most
         as much as a costly one. If a plain step is in flight, its token counts too, and
@@ -173,7 +174,8 @@ class DraftRule:
 
     def _left_of_step(self, plain: float) -> float:
         """Return the seconds that a step in flight still needs when a round begins."""
-        # A CPU computes a step while submitting it; the first takes the time of two
+        # A CPU computes a step while submitting it. The first round of several submits
+        # two steps, so it takes the time of two.
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
     def learn(self, context: int, plan: Plan, feedback: Feedback) -> None:

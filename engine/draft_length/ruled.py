@@ -36,7 +36,7 @@ class RuleDraftLength(DraftRule):
 
     def survivals(self) -> list[Survival]:
         """Return each source's survival, as forecast or by its rates; () if free."""
-        longest = self.longest + 1  # the first may be a guess of a step's token
+        longest = self.longest + 1  # the first token may guess that of a step in flight
         unknown = [None] * len(self.sources)
         forecasts = self.forecast(longest) if self.forecast else unknown
         result: list[Survival] = []
@@ -100,7 +100,10 @@ class RuledDrafter(CascadeDrafter):
     def offer(
         self, sequence: Sequence, limit: int, choose: Choose, *, costly: bool = True
     ) -> list[Survival]:
-        """Let free sources propose; return all survivals, or theirs if not `costly`."""
+        """Let free sources propose, and return the survivals of all sources.
+
+        Without `costly`, the survivals of costly sources are empty.
+        """
         nothing: list[Survival] = [()] * len(self._drafters)
         offered = self._lengths.survivals() if costly else nothing
         self._proposals = {}
@@ -114,7 +117,7 @@ class RuledDrafter(CascadeDrafter):
         """Return the proposal that the rule picks, cut to the length that it picks."""
         self._proposing = OpenDrafter()
         seen = self._target.seen
-        # A plain step is in flight; the first proposed token guesses its token
+        # If a plain step is in flight, the first proposed token guesses its token
         behind = seen >= len(sequence.tokens)
         if self.chosen is None:
             offers, room = [self.offer(sequence, limit, choose)], limit - behind
@@ -155,13 +158,13 @@ class BatchDraftLength:
     def __init__(
         self,
         sources: Callable[[int], SequenceOf[Source]],  # for a number of requests
-        together: Credit,  # of batches of all sizes
+        together: Credit,  # of batches of several requests
         alone: Credit,  # of a batch of one request
         longest: int,
     ) -> None:
         self._sources, self._together, self._alone = sources, together, alone
         self.rule = DraftRule(sources(1), together, longest)  # plans adaptive lengths
-        self.bucket = 0  # the key of the costs of this round
+        self.bucket = 0  # number of rows, rounded up; the key of the costs
         self.plans: Plans = {}  # of this round
         self._next: Plans = {}
 
@@ -175,9 +178,10 @@ class BatchDraftLength:
     def limits(
         self, rows: Rows, context: int, room: list[int], size: int | None = None
     ) -> list[int]:
-        """Return how many tokens, at most its `room`, each request may draft.
+        """Return how many tokens each request may draft, at most its entry of `room`.
 
-        `context` is the longest request's; `size` is the padded number of rows, if any.
+        `context` is that of the longest request; `size` is the number of rows with
+        padding; None: no padding.
         """
         bucket = row_bucket(len(rows)) if size is None else size
         if bucket != self.bucket:
@@ -245,6 +249,6 @@ class BatchDraftLength:
                 planner.sources[common.source.index].rates.note(range(count), right)
         if common is not None:
             mean = replace(feedback, accepted=sum(accepted) / len(rows))
-            # Tokens that a constraint has forced are in `feedback` alone
+            # Tokens that a constraint has forced count in `feedback`, not in `drafted`
             followed = common if any(drafted) else Plan(0, "plain")
             self.rule.learn(context, followed, mean)

@@ -28,7 +28,7 @@ class CascadeDraft(Draft):
 
     kind = "cascade"
 
-    def __init__(self, *drafters: Any) -> None:  # each as a generator takes its draft
+    def __init__(self, *drafters: Any) -> None:  # each a value of `draft=`
         if len(drafters) < 2:
             raise InvalidRequestError(
                 f"The cascade has {len(drafters)} drafters, but it needs at least 2. "
@@ -137,7 +137,7 @@ class CascadeDrafter(OpenDrafter):
             each.remember(tokens, answer)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Let every drafter read ahead."""
+        """Let the drafters read ahead in order, until one has more to read."""
         return all(each.read_ahead(sequence, fits) for each in self._drafters)
 
     def begin(self, sequence: Sequence) -> None:

@@ -36,7 +36,7 @@ NO_MATCH = Match()
 class SuffixAutomaton:
     """Finds the longest suffix that occurred before, and the tokens that followed it.
 
-    A token adds at most 2 states of 24 bytes, and dictionary entries for some of them.
+    A token adds at most 2 states of 24 bytes; some states have dictionary entries too.
     """
 
     def __init__(self, *, walk: int = LONGEST_WALK) -> None:
@@ -46,8 +46,9 @@ class SuffixAutomaton:
         # One value per state; 0 is the root.
         self._length = array("i", [0])
         self._link = array("i", [-1])
-        self._end = array("i", [0])  # of its latest occurrence before a token; 0: none
-        self._count = array("i", [0])  # occurrences before a token or a BREAK
+        # The end of its latest occurrence that a token follows; 0: there is none
+        self._end = array("i", [0])
+        self._count = array("i", [0])  # occurrences that a token or BREAK follows
         # The first transition of each state, mostly the only one; others are in _more.
         self._token = array("i", [_NOTHING])
         self._target = array("i", [0])
@@ -126,9 +127,11 @@ class SuffixAutomaton:
         return result
 
     def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield how often each token and how often any token followed those before it.
+        """Yield two numbers for each token.
 
-        Both numbers are 0 for a token that never followed, and for all behind it.
+        The first is how often it followed the state and the tokens before it, the
+        second how often any token did. Both are 0 for a token that never followed, and
+        for all tokens behind it.
         """
         for index, token in enumerate(tokens):
             total, state = self._count[state], self._next(state, token)

@@ -25,7 +25,7 @@ class LookupDraft(Draft):
         generator = SpeculativeGenerator(model, tokenizer, draft=LookupDraft())
 
     A lookup takes the longest match in the text, the stream's `prediction`, earlier
-    answers, or the documents. Streams share all but texts and predictions.
+    answers, or the documents. Streams share earlier answers and documents.
 
     Args:
         corpus: documents to search, each a list of token ids of the target's
@@ -55,7 +55,7 @@ class LookupDraft(Draft):
         return self.kind
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
-        """Return the draft; if default histories are not allowed, one without."""
+        """Return the draft, or one without history if no default history is allowed."""
         if options.history or self._limit is not None:
             return self
         return LookupDraft(corpus=self._documents, history=0)
@@ -78,7 +78,7 @@ class LookupDrafter(OpenDrafter):
         self._lookup = Lookup(draft.places)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Index one chunk, in about 8 ms; it does not count as one of the prefill."""
+        """Index one chunk, in about 8 ms, whatever `fits` returns."""
         return self._of(sequence).read_ahead(sequence.tokens)
 
     def begin(self, sequence: Sequence) -> None:
@@ -111,7 +111,7 @@ def measured_draft(draft: Draft | None) -> Draft:
 
 
 class ConstantDraft(Draft, Drafter):
-    """A substitute for lookups: forwards of the target cost the same for all tokens."""
+    """A substitute for lookups: ids of tokens do not change the cost of a forward."""
 
     kind = "filler"
 

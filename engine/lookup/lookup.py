@@ -2,7 +2,7 @@
 
 The places are the text itself, a prediction of the answer, answers of earlier requests
 and documents. The longest match wins; among equally long ones the place named first
-wins, and within a place the latest match. Each place has an index that grows.
+wins, and within a place the latest match.
 """
 
 import threading
@@ -17,8 +17,8 @@ from mlx_speculation.engine.lookup.survival import PLACES, lookup_buckets, looku
 Tokens = Sequence[int]
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
 TEXTS = 1 << 18  # the most tokens of finished texts that stay indexed
-CHUNK = 2048  # the most tokens indexed at once; other requests wait 8 ms for it
-LONGEST_SEARCH = 64  # a cursor looks up so many tokens in an index that has changed
+CHUNK = 2048  # the most tokens indexed at once, in 8 ms; other requests wait meanwhile
+LONGEST_SEARCH = 64  # a cursor in a changed index follows so many last tokens
 BEFORE = 8  # tokens to keep before an answer, so that its first token has a match
 
 
@@ -86,7 +86,7 @@ class AnswerHistory:
         self.generations = GrowingIndex(array("i")), GrowingIndex(array("i"))
 
     def add(self, tokens: Tokens, answer: int) -> None:
-        """Keep `tokens[answer:]`, or its last tokens; requests index it later."""
+        """Keep `tokens[answer:]`, or its end if it is long; requests index it later."""
         if self._half < 2 or answer >= len(tokens):
             return  # there is no room, or no answer
         document = array("i", [*tokens[max(0, answer - BEFORE) :], BREAK])
@@ -106,10 +106,13 @@ class TextPool:
         self._indexes: list[GrowingIndex] = []  # the newest index first
 
     def take(self, tokens: Tokens) -> GrowingIndex:
-        """Remove the index of the longest text that begins `tokens`, or make one."""
+        """Remove and return the index of the longest text with which `tokens` begin.
+
+        If there is none, return a new index.
+        """
         for index in sorted(self._indexes, key=lambda each: -each.done):
             kept, near = index.automaton.tokens, max(0, index.done - 64)
-            # The end first, since it rarely is the same
+            # The end first: it differs most often
             parts = slice(near, index.done), slice(near)
             same = (array("i", tokens[part]) == kept[part] for part in parts)
             if 0 < index.done <= len(tokens) and all(same):
@@ -129,7 +132,7 @@ class Found(NamedTuple):
     """Looked-up tokens."""
 
     tokens: list[int]  # the proposed continuation of the text
-    survival: list[float]  # of each token; improbable last tokens are left out
+    survival: list[float]  # of each token, up to an improbable one
     place: str  # one of `PLACES`; "" if there is no match
     buckets: list[int]  # of each token of `survival`, see the module `survival`
 
@@ -161,7 +164,8 @@ class Lookup:
         self._prediction = GrowingIndex([*prediction, BREAK] if prediction else ())
         places = PREDICTION, HISTORY, HISTORY, DOCUMENT
         self._cursors = [(place, Cursor()) for place in places]
-        self._unjudged = 0, NOTHING_FOUND  # the last proposal's index, the proposal
+        # The place of the last proposal in the text, and the proposal
+        self._unjudged = 0, NOTHING_FOUND
 
     def read_ahead(self, tokens: Tokens, limit: int = CHUNK) -> bool:
         """Index at most `limit` new tokens; return whether all tokens are indexed."""

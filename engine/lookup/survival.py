@@ -19,25 +19,25 @@ PLACES = ("text", "prediction", "history", "document")
 _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
 # Buckets of shares: unknown; 1 of 1, all of 2 or 3, all of more; below 1, by fifths.
 _SHARES = 9
-LEAST_SURVIVAL = 1 / 64  # a token of lower survival is not worth its row
+LEAST_SURVIVAL = 1 / 64  # tokens behind one of lower survival are left out
 
 
 class AcceptanceRates:
-    """Exponential averages of the buckets' acceptance; by default, of positions."""
+    """Exponential averages of acceptance by bucket; a bucket can be a position."""
 
     def __init__(
         self,
         size: int = 32,  # the number of buckets
         first: float = 0.7,  # the first rate of a bucket
-        weight: float = 5.0,  # the number of tokens that the first rate counts as
-        window: float = 40.0,  # about how many tokens a rate is averaged over
+        weight: float = 5.0,  # the first rate weighs as much as so many tokens
+        window: float = 40.0,  # a rate is an average over about so many tokens
     ) -> None:
         self._hits = array("d", [first * weight]) * size
         self._tries = array("d", [weight]) * size
         self._keep = 1 - 1 / window
 
     def survival(self, buckets: Iterable[int]) -> list[float]:
-        """Return the survival of each token; improbable last tokens are left out."""
+        """Return the survival of each token up to an improbable one."""
         chance, result = 1.0, list[float]()
         for bucket in buckets:
             chance *= self._hits[bucket] / self._tries[bucket]

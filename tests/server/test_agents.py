@@ -1,9 +1,9 @@
 """Coding agents as users run them, against a target whose answers are scripted.
 
-Each agent reads a file, edits it, runs a command and ends. A script writes the model's
-four answers (`support/processes/scripted_servers.py`). The agents are installed from
-package indexes into `build/agents`; if an index cannot be reached, the tests are
-skipped with that reason. HOME is a folder of the test.
+Each agent reads a file, edits it, runs a command and ends; aider only edits. A script
+writes the model's answers (`support/processes/scripted_servers.py`). The agents are
+installed from package indexes into `build/agents`; if an index cannot be reached, the
+tests are skipped with that reason. HOME is a folder of the test.
 """
 
 import json

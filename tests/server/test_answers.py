@@ -77,7 +77,7 @@ def _plain() -> SpeculativeGenerator:
 
 @cache
 def expected(plain: SpeculativeGenerator, tokens: int = 16, **options: Any) -> Result:
-    """Return the result of plain decoding for the usual request."""
+    """Return the result of plain decoding for the request `DRAWN`."""
     sampling = Sampling(temperature=0.8, seed=5)
     return plain.generate(PROMPT, max_tokens=tokens, sampling=sampling, **options)
 

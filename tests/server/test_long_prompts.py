@@ -27,7 +27,7 @@ from support.processes.wait_until import until
 
 MANY = 50_000
 LIMITS: dict[str, Any] = {"max_tokens": MANY, "prompt_tokens": MANY}
-# One token is read between two rounds, so a test never sees the end of this prompt.
+# `slow` reads one token between two rounds, so no test sees the end of this prompt.
 ENDLESS: dict[str, Any] = {"model": NAME, "prompt": "AB" * 20_000, "max_tokens": 2}
 SHORT: dict[str, Any] = {"model": NAME, "prompt": "SHORT", "max_tokens": MANY}
 

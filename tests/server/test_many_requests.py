@@ -100,7 +100,7 @@ class Wanted:
 
 
 def tokenizer() -> TokenizerWrapper:
-    """Make a tokenizer whose tokens are bytes and the texts above; calls are JSON."""
+    """Make a tokenizer whose tokens are bytes and the texts of CALLS."""
     fast = byte_tokenizer(tuple(CALLS))._tokenizer
     fast.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
     return TokenizerWrapper(
@@ -348,7 +348,7 @@ def check(answer: Answer, wanted: Wanted, plain: SpeculativeGenerator) -> int:
 
 
 def counted(server: Server) -> Callable[..., float]:
-    """Fetch the metrics; return a function that sums those with a name and labels."""
+    """Fetch the metrics; return a function that sums samples by name and labels."""
     samples = [
         sample
         for family in text_string_to_metric_families(
@@ -371,7 +371,7 @@ def counted(server: Server) -> Callable[..., float]:
 def run(
     server: Server, wanted: list[Wanted], plain: SpeculativeGenerator, clients: int
 ) -> None:
-    """Check the answers of parallel clients, and that metrics count them."""
+    """Check the answers that parallel clients get, and the metrics of the requests."""
     first = counted(server)
     with ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(partial(ask, server), wanted))

@@ -55,7 +55,7 @@ PERSON = {
 
 
 def hostile(patterns: int = 26) -> dict[str, Any]:
-    """Return a schema of 1 KB; a further pattern multiplies the compile time by 2.7."""
+    """Return a schema of 1 KB; each pattern multiplies the compile time by 2.7."""
     each = (f".*{chr(ord('a') + i)}.{{{i}}}.*" for i in range(patterns))
     return {"allOf": [{"type": "string", "pattern": pattern} for pattern in each]}
 

@@ -9,11 +9,11 @@
     answering       answers a request of any API
     answer_parts    text, reasoning and tool calls of an answer
     job             passes one text between its connection and the engine
-    engine_thread   takes jobs, and runs rounds for each draft and mode (exact or not)
+    engine_thread   takes jobs, and runs those with the same draft and mode together
     batch_runner    runs jobs as rows of a `BatchGenerator`
     schemas/        JSON schemas, compiled in processes with limits
 
-The engine depends neither on HTTP nor on threads.
+The package `engine` uses nothing of this package.
 """
 
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ __all__ = ["Defaults", "Limits", "Server", "Settings"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `Server` at its first use, after the command line has chosen a BLAS.
+    """Import `Server` at its first use: the command line chooses a BLAS before that.
 
     Raises:
         MissingLibraryError: a library of the extra "serve" is not installed.

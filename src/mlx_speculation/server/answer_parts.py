@@ -1,7 +1,7 @@
 """Division of an answer's text into content, reasoning and tool calls, for any API.
 
-If the text between the marks of a tool call is not a call, it is content, as are these
-marks.
+If a text between the marks of a tool call is no call, the text and its marks are
+content.
 """
 
 import json
@@ -56,7 +56,7 @@ class Reasoning:
 
 
 Part = Text | Reasoning | ToolCall
-# Texts of other states are dropped, but those of tool calls.
+# Texts of other states are dropped, except those of tool calls.
 KINDS: dict[str, type[Text | Reasoning]] = {NORMAL: Text, REASONING: Reasoning}
 
 
@@ -77,9 +77,9 @@ class AnswerParser:
         self._read, self._most = read, most_calls
         self._pending = ""  # the text that may be the beginning of a mark
         self._tool: list[str] = []  # a call's text after its first mark
-        self._opened = ""  # this mark
+        self._opened = ""  # the first mark of that call
         self.calls = 0  # the number of calls so far, dropped ones included
-        self.reasoning = 0  # the number of texts that began as reasoning
+        self.reasoning = 0  # the number of fed pieces that began as reasoning
 
     def feed(self, text: str) -> Iterator[Part]:
         """Yield the parts that a piece of the text adds."""
@@ -87,8 +87,8 @@ class AnswerParser:
         if self._machine is None:
             yield from self._added(text)
             return
-        # The machine drops marks. A character completes at most one mark: the pending
-        # text.
+        # The machine drops marks, so it gets single characters: each completes at most
+        # one mark, and the pending text is that mark.
         for char in text:
             self._pending += char
             self._state, segments = self._machine.split(self._state, char)
@@ -114,7 +114,7 @@ class AnswerParser:
             yield KINDS[self._name](text)
 
     def _closed(self, mark: str) -> Iterator[Part]:
-        """Yield the calls before `mark`; if their text cannot be read, that text."""
+        """Yield the calls before `mark`; if unreadable, their text with its marks."""
         text = "".join(self._tool)
         calls = self._read(text)
         if calls is None:
@@ -155,7 +155,8 @@ def read_calls(
     except Exception as error:  # models write anything, and parsers may raise any error
         LOG.warning("a tool call cannot be read: %s", type(error).__name__)
         return None
-    # Some parsers invent a name for a text that they cannot read, or cut one from it.
+    # For a text that they cannot read, some parsers invent a name, or take a part of
+    # the text as the name.
     named = [
         call.name in offered or (call.name in text and _NAME.fullmatch(call.name))
         for call in calls

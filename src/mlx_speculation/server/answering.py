@@ -54,7 +54,7 @@ class Answering:
         self._settings = replace(settings, reads_images=reads_images)
 
     async def answer(self, kind: type[Face], body: TextOptions) -> Response:
-        """Return the answer to a request with this body, in the form of a face."""
+        """Return the answer to a request with this body; a face formats it."""
         face = await self._in_thread(partial(kind, body, self._settings))
         return Answer(partial(self._send, face))
 
@@ -69,7 +69,7 @@ class Answering:
         return await self._in_thread(counted)
 
     async def _in_thread(self, act: Callable[[], T]) -> T:
-        """Return the result of a slow call in a daemon thread; errors are ApiErrors."""
+        """Return the result of a slow call in a daemon thread; raise only ApiErrors."""
         outcome: Future[T] = Future()
 
         def run() -> None:
@@ -161,7 +161,7 @@ class Answering:
 
             inner = worker.schemas.compile(wanted, tokenizer, check)
             stack.callback(inner.close)
-            if job.cancelled:  # the stack may be closed already, before the callback
+            if job.cancelled:  # the stack may have closed before the callback was added
                 inner.close()
         if state != REASONING:
             return inner

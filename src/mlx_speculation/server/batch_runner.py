@@ -36,12 +36,13 @@ class Rows:
         self._settings, self._metrics, self._done = settings, metrics, done
         length = settings.limits.model_len or generator.context_length or sys.maxsize
         self._positions = position_table(generator.model) or sys.maxsize
-        self.longest = min(length, self._positions)  # tokens of a prompt and its text
+        # The most tokens of a prompt and its text together
+        self.longest = min(length, self._positions)
         members = () if generator.draft is None else generator.draft.members()
         # Whether a lookup is among the drafters; no other drafter uses a prediction.
         self._predicts = any(each.free for each in members)
         self._kv = settings.kv.limits()
-        limited(generator.model, sys.maxsize, **self._kv)  # raises before any request
+        limited(generator.model, sys.maxsize, **self._kv)  # raises for invalid limits
         self._make = partial(BatchGenerator, generator, max_rows=settings.max_rows)
         self._batch = self._make()
         self._jobs: dict[int, Job] = {}
@@ -191,7 +192,7 @@ def _line(job: Job, result: Result) -> str:
         f"{name} {counts.accepted}/{counts.drafted}"
         for name, counts in stats.sources.items()
     )
-    # A text that ended while its prompt was read has read a part of it.
+    # If a text ended during its prefill, only a part of its prompt was read.
     whole = max(0, job.prompt_tokens - stats.reused)
     read = whole if job.began else min(job.read, whole)
     paused = f"; drafting paused: {stats.paused}" if stats.paused else ""

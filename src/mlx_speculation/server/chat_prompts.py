@@ -2,7 +2,7 @@
 
 What a template does not support is replaced:
 
-system      its text is put in front of the first user turn
+system      a system message becomes the beginning of the first user turn
 tools       the system message describes them, and calls and results are texts, in the
             form that models of the Hermes kind were trained on
 neighbours  adjacent messages of one role are joined, so that user and model take turns
@@ -144,7 +144,7 @@ def _short(name: str) -> str:
 
 
 def _taking_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return messages without adjacent turns of the user, or of the model."""
+    """Return messages with adjacent turns of the user, or of the model, joined."""
     turns: list[Message] = []
     for message in messages:
         before = turns[-1] if turns else {"role": "system"}
@@ -196,7 +196,7 @@ class ChatTemplate:
             return Traits(tools=False, calls=False)
         system = {"role": "system", "content": "systemprobe"}
         two = [USER, {"role": "user", "content": "secondprobe"}]
-        # Whether calls can be read in answers, too
+        # Tools are supported only if calls can also be read in answers
         tools = bool(self._tokenizer.has_tool_calling)
         tools = tools and "toolprobe" in self._shown([USER], [TOOL])
         kinds = (
@@ -216,11 +216,11 @@ class ChatTemplate:
         )
 
     def machine(self, tools: bool) -> Any:
-        """Return what finds the marks of an answer to a chat with or without tools."""
+        """Return the finder of an answer's marks; `tools`: the chat has tools."""
         return self._with_calls if tools else self._plain
 
     def rendered(self, chat: Chat) -> list[int]:
-        """Return the token ids of a chat without its images; raise `refused`."""
+        """Return the token ids of a chat without its images; may raise ApiError."""
         texts = [
             {**each, "content": text_of(each["content"])} for each in chat.messages
         ]
@@ -243,7 +243,7 @@ class ChatTemplate:
         return fitted(chat.messages, chat.tools, self.traits), args
 
     def state_after(self, tokens: list[int]) -> str:
-        """Return the state of `answer_parts` in which an answer begins."""
+        """Return the state of `AnswerParser` in which an answer to `tokens` begins."""
         tokenizer = self._tokenizer
         thinks = tokenizer.has_thinking and (
             tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
@@ -261,7 +261,7 @@ class ChatTemplate:
 
 
 def refused(error: Exception) -> ApiError:
-    """Return the error that a client gets if a template has raised."""
+    """Return the error that a client gets if a template has failed."""
     if isinstance(error, InvalidRequestError):
         return invalid(str(error), "messages")
     return invalid(

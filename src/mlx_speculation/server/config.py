@@ -108,7 +108,7 @@ class Settings:
     fetch_images: bool = False  # whether requests may name images by URL
     fetch_private: bool = False  # whether such URLs may be at private addresses
     reads_images: bool = True  # whether the model reads images; set by `Answering`
-    # Limits of the key-value caches; a request with such limits runs alone
+    # Limits of the key-value caches; a request that they apply to is decoded alone
     kv: KvLimits = field(default_factory=KvLimits)
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ MakeGenerator = Callable[[PrefixCache | None], SpeculativeGenerator]
 class Worker:
     """The engine of a server; each draft and mode (exact or not) has its own `Rows`.
 
-    Other threads may use only `main` and the template.
+    Of what its thread makes, other threads may use only `main` and `template`.
     """
 
     template: ChatTemplate  # set when the models are loaded
@@ -102,16 +102,19 @@ class Worker:
 
     @property
     def main(self) -> Rows:
-        """The rows of requests without a draft or mode; ApiError: the engine ended."""
+        """The rows of requests that choose no draft or mode.
+
+        Raise ApiError if the engine has ended.
+        """
         try:
             return self._rows[None, False]
         except KeyError as error:
             raise unavailable(self.closed or FAILED) from error
 
     def take(self) -> None:
-        """Count a new request, which the caller has to put in `arrived`, or `done`.
+        """Count a new request. The caller then puts it in `arrived`, or calls `done`.
 
-        Raise ApiError if there are too many, or the engine does not run.
+        Raise ApiError if there are too many requests, or if `closed` is set.
         """
         most = self._settings.max_rows + self._settings.limits.queue
         with self._lock:

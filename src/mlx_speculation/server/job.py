@@ -20,7 +20,7 @@ from mlx_speculation.server.answer_parts import AnswerParser
 from mlx_speculation.server.api_errors import LOG, ApiError
 from mlx_speculation.server.request.options import GenerationRequest
 
-# The engine ends late requests between rounds; a connection waits this much longer.
+# The engine ends late requests between rounds; a connection waits this many more.
 OVERDUE_SECONDS = 10.0
 
 
@@ -40,7 +40,7 @@ class Piece:
     """Text of one round."""
 
     texts: tuple[str, ...]  # one for each token; a text may be empty
-    tokens: tuple[Token, ...] = ()  # all tokens, if probabilities were asked for
+    tokens: tuple[Token, ...] = ()  # all of the round, if probabilities were asked for
     result: Result | None = None  # of the whole text, in the last piece
 
 
@@ -48,7 +48,7 @@ Event = int | Piece
 
 
 class Job:
-    """The text `index` of a request, which has to be complete within `seconds`."""
+    """Text number `index` of a request. It has to be complete within `seconds`."""
 
     parser: AnswerParser  # divides the answer; set once the prompt is known
     texts: Any = None  # `TokenTexts`, if probabilities are asked for
@@ -62,15 +62,15 @@ class Job:
         if self.sampling.seed is not None:
             seed = derived_seed(self.sampling.seed, index)
             self.sampling = replace(self.sampling, seed=seed)
-        # Of a completion: a text or token ids; None: a chat
+        # The prompt of a completion, as text or token ids; None: the request is a chat
         self.given: Any = next(iter(request.prompts[index // request.count :]), None)
         self.images: tuple[Any, ...] = ()  # pictures of a chat
-        self.prompt: list[int] = []  # token ids; the engine makes prompts with images
+        self.prompt: list[int] = []  # token ids; empty for a chat with images
         self.constraint: Constraint | None = None
         self.arrived, self._seconds = time.monotonic(), seconds
         self.began: float | None = None  # time of the first token
         self.reading: float | None = None  # time when the first prompt tokens were read
-        self.prompt_tokens = self.read = 0  # in tokens; those read so far
+        self.prompt_tokens = self.read = 0  # prompt tokens; those read so far
         self.alone: str | None = None  # why its row is decoded alone; None: it is not
         self.cancelled = False  # True: nobody waits for the answer
         self._loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class Job:
         self.put(self.read)
 
     def put(self, event: Event | Exception) -> None:
-        """Pass on an event, or an error that ends the request, from any thread."""
+        """Pass on, from any thread, an event or an error that ends the request."""
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
@@ -118,7 +118,7 @@ class Job:
         try:
             check()
         except ApiError:
-            if self._events.empty():  # else the events that are left come first
+            if self._events.empty():  # else waiting events come first
                 raise
         if time.monotonic() > self.arrived + self._seconds + OVERDUE_SECONDS:
             LOG.error("the engine does not answer")

@@ -20,7 +20,7 @@ _SECONDS = (
     *(20.0, 40.0, 80.0, 160.0, 640.0),
 )
 
-# Full names, help texts, and labels. `Metrics` takes names without the prefix.
+# Full names, help texts and labels; methods of `Metrics` omit the prefix of a name.
 _LEVELS = (
     ("vllm:num_requests_running", "Texts that are being generated."),
     (

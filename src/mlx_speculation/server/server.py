@@ -19,12 +19,12 @@ from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.routes import Api
 
 POLL_SECONDS = 0.02
-# Time for the current round or prompt chunk to end; then for clients to read answers.
+# Seconds for the running round or prompt chunk to end; for clients to read answers.
 ENGINE_SECONDS, PARTING_SECONDS = 5.0, 2.0
 
 
 class Server:
-    """Serves one pair of models over HTTP, as a context manager too.
+    """Serves a target and its draft over HTTP; `with` starts and stops the server.
 
     Raises:
         InvalidRequestError: the address cannot be used.
@@ -37,7 +37,7 @@ class Server:
         settings: Settings,
         make_generator: MakeGenerator,  # called in the thread that will run the models
         *,
-        prefixes: PrefixCache | None = None,  # None: prompts are read as a whole
+        prefixes: PrefixCache | None = None,  # None: no prompt is reused
         host: str = "127.0.0.1",
         port: int = 0,  # 0: any free port
     ) -> None:

@@ -1,4 +1,4 @@
-"""Malformed requests: the server survives them and answers with OpenAI's errors."""
+"""Malformed requests: the server survives them; its errors have OpenAI's form."""
 
 import json
 from collections.abc import Iterator
@@ -235,7 +235,7 @@ def test_what_is_no_request_is_refused(
 ) -> None:
     sent = sent.replace(b" HTTP/1.1\r\n", b" HTTP/1.1\r\nHost: x\r\n")
     sent = sent.replace(b" HTTP/9.9\r\n", b" HTTP/9.9\r\nHost: x\r\n")
-    # Without this field, the server keeps a connection after a successful answer.
+    # Without "close", the connection stays open after a successful answer.
     sent = sent.replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
     exchange(server, sent).refused(status)
 

@@ -1,6 +1,6 @@
 """Faces: request and response formats of each API, over one internal request.
 
-    base          the protocol of a face, the end of a text, server-sent events
+    base          the protocol of a face, answers in blocks, server-sent events
     openai        legacy completions, and what chats share with them
     chat_completions    Chat Completions: messages in and out
     messages      the Messages API: bodies, blocks, pings

@@ -22,7 +22,7 @@ def summed(results: Iterable[Result]) -> Statistics:
 
 
 def speculative(results: Sequence[Result], draft: str | None) -> Object:
-    """Return drafting statistics of texts; a draft "auto" is shown as its sources."""
+    """Return drafting statistics of texts; for "auto", name the kinds that drafted."""
     stats = summed(results)
     if draft == "auto":
         draft = ", ".join(stats.sources) or None
@@ -39,7 +39,7 @@ def speculative(results: Sequence[Result], draft: str | None) -> Object:
 class Face:
     """The format of one API, for the answer to one body.
 
-    Its methods make events for `taken`; `answer` is the whole answer.
+    Its methods make events, and `taken` returns them. `answer` is the whole answer.
     """
 
     answer: Object  # set by the last event
@@ -81,7 +81,7 @@ class Face:
 
 
 class BlockFace(Face):
-    """Answers as lists of blocks, of which one is open at a time.
+    """The format of an API whose answers are lists of blocks; one is open at a time.
 
     White space alone makes no text block, and a text block after another block begins
     without line feeds.
@@ -92,7 +92,7 @@ class BlockFace(Face):
         self._blocks: list[Object] = []  # the complete blocks
         self._open: Part | None = None  # the first part of the open block
         self._text = ""  # of the open block
-        self._spaces = ""  # white space before a text block
+        self._spaces = ""  # white space that begins a text block, if text follows
 
     def parts(self, choice: int, parts: list[Part], tokens: Sequence[Token]) -> None:
         """Send new parts of the text."""

@@ -1,6 +1,7 @@
 """Chat Completions: bodies with the fields that agents add, chunks and messages.
 
-Unknown fields of messages are ignored, since agents send answers back with own fields.
+Unknown fields of messages are ignored: agents add fields to the answers that they send
+back.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Conversation
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Keywords of `apply_chat_template` that a request may not set: a client's own template
+# Keywords of `apply_chat_template` that a request must not set: a client's own template
 # could run for ever.
 RENDER = signature(PreTrainedTokenizerBase.apply_chat_template)
 RESERVED = {"messages", *RENDER.parameters}

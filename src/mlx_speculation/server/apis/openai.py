@@ -93,7 +93,7 @@ class OpenAIBody(StrictModel, SamplingOptions):
     def generation(
         self, settings: Settings, prompts: Sequence[str | list[int]] = (), **more: Any
     ) -> GenerationRequest:
-        """Return a request with the fields of all bodies; `more`: see `generation`."""
+        """Return the request; `more` is passed on to the function `generation`."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options is given without stream.", "stream_options")
         count, param = self.n * max(1, len(prompts)), "n" if self.n > 1 else "prompt"
@@ -137,9 +137,10 @@ class CompletionFace(Face):
     """Legacy completions, from which chats differ in a few methods."""
 
     prefix = "cmpl"
-    kinds = ("text_completion", "text_completion")  # of a whole answer, and of a chunk
-    fields = ("text", "text")  # that hold the text in both
-    last: ClassVar[Any] = ""  # the piece of a text's last chunk
+    # Of an answer, and of a chunk: the value of `object`, and the field of the text
+    kinds = ("text_completion", "text_completion")
+    fields = ("text", "text")
+    last: ClassVar[Any] = ""  # the piece in the last chunk of a text
 
     def __init__(self, body: OpenAIBody, settings: Settings) -> None:
         super().__init__(body, settings)
@@ -154,7 +155,7 @@ class CompletionFace(Face):
         self._jobs: list[Job] = []  # their jobs
         self._parts: list[Part] = []  # of the text that has not ended
         self._tokens: list[Token] = []
-        self._sent = 0  # of these tokens
+        self._sent = 0  # the number of these tokens that were sent
 
     def reading(self, tokens: int, of: int) -> None:
         """Send a comment, as mlx-lm's server does."""
@@ -236,7 +237,7 @@ class CompletionFace(Face):
         # If the request has no prediction, all drafted tokens count as predicted.
         if "prediction" in self.request.options:
             drafts = summed(results).sources.get("prediction", SourceCounts())
-        # The texts of a prompt count it once, since only the first one reads it.
+        # Each prompt is counted once: only the first of its texts reads it.
         readers = self._jobs[:: self.request.count]
         cached = sum(each.result.stats.reused for each in readers)
         prompt = sum(each.prompt_tokens for each in readers)

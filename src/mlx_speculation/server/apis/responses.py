@@ -172,7 +172,7 @@ class ResponsesBody(TextOptions):
                     thoughts = []
                 case _:
                     conversation.add(item.role, item.content, f"{where}.content")
-                    # Reasoning before a user's turn: its answer was cut.
+                    # Reasoning before a user's turn belongs to an answer that was cut.
                     thoughts = [] if item.role == "user" else thoughts
         effort = self.reasoning.effort
         args, _ = thinking(on=effort != "none" if effort else None, effort=effort)
@@ -215,7 +215,7 @@ class ResponsesFace(BlockFace):
         }
         self._number = 0  # of the next event
         self._item: Object = {}  # the open item, without its text
-        self._name = self._field = ""  # of its events, and of its text in them
+        self._name = self._field = ""  # names of its events, and of their text field
 
     def open(self, choice: int, prompt_tokens: int) -> None:
         """Begin a response."""
@@ -223,7 +223,7 @@ class ResponsesFace(BlockFace):
         self.keep_alive()
 
     def keep_alive(self) -> None:
-        """Repeat the event `in_progress`, since clients ignore comments."""
+        """Repeat the event `in_progress`, since clients ignore SSE comments."""
         self._event("in_progress", response=self._response("in_progress"))
 
     def end_text(self, choice: int, job: Job) -> None:
@@ -300,7 +300,7 @@ class ResponsesFace(BlockFace):
         self._blocks.append(item)
 
     def _whole(self, status: str, content: list[Object]) -> Object:
-        """Return the open item; `content` counts unless the item is a call."""
+        """Return the open item with `content`; a call gets its text instead."""
         text: Object = {self._field: self._text}
         said = {"content": content} if "text" in text else text
         return {**self._item, "status": status, **said}

@@ -1,6 +1,7 @@
 """Contents of messages as pydantic models: the parts and blocks of all APIs.
 
-Blocks of a provider's own servers become empty texts: other blocks keep their index.
+Blocks of a provider's own servers become empty texts, so that other blocks keep their
+index.
 """
 
 import json

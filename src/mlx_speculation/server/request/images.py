@@ -27,7 +27,7 @@ from mlx_speculation.models.vision.open_image import (
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Limits, Settings
 
-# The scheme of a file of this machine; no host but localhost
+# The beginning of a file URL of this machine, with no host or with localhost
 LOCAL = re.compile(r"file:(//(localhost)?/|(?!//))", re.IGNORECASE)
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _PORTS = {"http": 80, "https": 443}

@@ -81,7 +81,7 @@ class StrictModel(RequestModel):
 def as_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """Return the first of pydantic's errors as an error of the request."""
     error, param, value = errors[0], "", body
-    # The first step is "body"; a later one may name a member of a union.
+    # The first step of `loc` is "body"; a later one may name a member of a union.
     for step in error["loc"][1:]:
         if isinstance(value, str):
             break
@@ -109,7 +109,7 @@ def short(value: Any) -> str:
 def at_most(
     value: int | None, most: int | None, param: str, option: str, *, shown: str = ""
 ) -> None:
-    """Raise ApiError for a number above a limit of the server; None: no limit."""
+    """Raise ApiError for a number above a limit; `most` None: there is no limit."""
     if value is not None and most is not None and value > most:
         raise invalid(
             f"{shown or param} is {short(value)}; at most {most} is allowed. Ask for "

@@ -88,10 +88,12 @@ class GenerationRequest:
     count: int = 1  # texts for each prompt
     stream: bool = False  # whether the answer comes in pieces
     sampling: Sampling
-    # Options that the request gives. Without max_tokens only the context is a limit.
+    # Options that the request gives. Without max_tokens, only the context limits the
+    # length of a text.
     options: StreamKeywords = field(default_factory=StreamKeywords)
     schema: dict[str, Any] | None = None  # the text has to fit it; None: any text
-    calls: Sequence[dict[str, Any]] | None = None  # one is needed; None: no call is
+    # Functions, one of which has to be called; None: no call is needed
+    calls: Sequence[dict[str, Any]] | None = None
     most_calls: int | None = None  # the maximum number of tool calls; None: any
     thinking_budget: int | None = None  # maximum tokens of thinking; None: any number
     draft: str | None = None  # name of the draft; None: that of the server
@@ -112,8 +114,9 @@ class Speculative(StrictModel):
 class TextOptions(RequestModel):
     """Options that the requests of all APIs may have."""
 
-    lengths: ClassVar[Sequence[str]] = ()  # length fields; the first one set counts
-    any_model: ClassVar[bool] = False  # True: accept any name, cap the length
+    lengths: ClassVar[Sequence[str]] = ()  # length fields; the first that is set wins
+    # True: any model name is accepted, and a length above the limit is lowered to it
+    any_model: ClassVar[bool] = False
 
     model: str | None = None
     stream: bool = False
@@ -193,7 +196,7 @@ def generation(
     parallel: bool = True,
     logprobs: int | None = None,  # the number of alternatives; None: no logprobs
     prediction: str | None = None,
-    **more: Any,  # further fields of the request
+    **more: Any,  # further fields of `GenerationRequest`
 ) -> GenerationRequest:
     """Return a request with the options that all APIs have, and further fields."""
     if not body.any_model and body.model not in (None, "default_model"):
@@ -292,7 +295,7 @@ def thinking(
     effort: str | None = None,
     budget: int | None = None,
 ) -> tuple[Object, int | None]:
-    """Return keywords for the chat template, and the budget; None: no budget."""
+    """Return keywords for the chat template, and the budget of thinking if any."""
     for switch in filter(None, switches):
         effort = switch.effort or effort
         on = switch.enabled if on is None else on

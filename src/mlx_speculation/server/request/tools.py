@@ -2,7 +2,7 @@
 
 namespace   its tools get flat names, NAMESPACE__NAME, in the chat template
 custom      a tool that takes a text becomes a function with the argument "input"
-deferred    not in the template's list, but described in a message that refers to it
+deferred    left out of the template's list, and described where a message refers to it
 other kinds, which the provider's servers would run, are ignored
 """
 
@@ -79,8 +79,8 @@ class Toolbox:
     def __init__(self, given: Sequence[ToolBody]) -> None:
         self._shown: list[Tool] = []
         self.deferred: list[Tool] = []  # not in the template's list
-        self.kinds: dict[str, ToolBody] = {}  # all that can be called, by flat names
-        self._functions: dict[str, Function] = {}  # all, by the flat names
+        self.kinds: dict[str, ToolBody] = {}  # tools that can be called, by flat names
+        self._functions: dict[str, Function] = {}  # the same, as functions
         self._passed_over: list[str] = []
         for i, tool in enumerate(given):
             if tool.type == "namespace":
@@ -96,7 +96,7 @@ class Toolbox:
     ) -> tuple[Sequence[Tool], Sequence[Function] | None]:
         """Return the tools to show, and the functions of which one has to be called.
 
-        None: no call is needed. Raise ApiError if an unknown tool is chosen.
+        The functions are None if no call is needed. Raise ApiError for an unknown tool.
         """
         if not isinstance(choice, Choice):
             choice = Choice.model_validate({"type": choice or "auto"})

@@ -1,7 +1,7 @@
 """Messages of a chat in one form and one order, for all APIs.
 
 system    messages at the beginning become one message; each later one becomes a
-          reminder in the user turn beside it, and earlier tokens stay the same
+          reminder in an adjacent user turn, so that earlier tokens stay the same
 results   of tools are put in the order of their calls
 images    of results are put in a user turn after the results
 """
@@ -41,7 +41,8 @@ IMAGE_NOTE = "[An image, which this model cannot see.]"
 class Conversation:
     """Takes messages one by one; contents are the blocks of any API.
 
-    Raise ApiError for a block or an image that is not allowed at the field `where`.
+    `add` raises ApiError for a block or an image that is not allowed; the error names
+    its field, `where`.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Conversation:
         self._called: set[str] = set()  # ids of all calls
         self._system: list[str] = []
         self._turns: list[Message] = []
-        self._results: list[tuple[Message, list[Part]]] = []  # with images, unsorted
+        # Results, with their images, in the order in which they came
+        self._results: list[tuple[Message, list[Part]]] = []
         self._reminds = False  # whether the last turn holds reminders only
 
     def add(
@@ -69,7 +71,7 @@ class Conversation:
         failed: bool = False,  # whether that call has failed
         join: bool = False,  # to the message before, if that is the model's too
     ) -> None:
-        """Add a message; other roles than user, assistant and tool are the system."""
+        """Add a message; roles other than user, assistant and tool count as system."""
         parts, more = self._read(role, blocks, where)
         images = [part for part in parts if part["type"] == "image"]
         texts = [part["text"] for part in parts if part.get("text")]
@@ -114,7 +116,8 @@ class Conversation:
     ) -> tuple[list[Part], Message]:
         """Return a turn's text and image parts, and its thinking and calls.
 
-        Results are added. A note replaces an image of a result that no model reads.
+        Results of tools are added as messages. If the model reads no images, a note
+        replaces an image of a result.
         """
         parts, thoughts, calls = list[Part](), list[str](), list[Message]()
         for i, block in enumerate(blocks):
@@ -173,7 +176,7 @@ class Conversation:
         reminds: bool = False,
         **more: Any,
     ) -> None:
-        """Add a turn; one of reminders only is joined to the next turn of the user."""
+        """Add a turn; a user's turn joins the last one if that holds only reminders."""
         self._end_results()
         last = self._turns[-1] if self._turns else {"role": None}
         message = _message(role, content, **more)

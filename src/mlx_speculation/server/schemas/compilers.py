@@ -40,8 +40,9 @@ LOST = "The process that compiles schemas has ended. Try again."
 class Template:
     """The template process, from which children are forked.
 
-    Signals of a terminal do not reach its process group, and one signal to the group
-    kills all. Methods raise ApiError if it does not answer.
+    Signals of a terminal do not reach its process group. One signal to the group kills
+    the template and its children. Methods raise ApiError if the template does not
+    answer.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Template:
         check: Callable[[], None],
     ) -> None:
         self._lock = threading.Lock()
-        self.end_token = vocabulary.end  # the largest id: the end of a text
+        self.end_token = vocabulary.end  # the largest id, which ends a text
         self._control, other = Pipe()
         with other:
             self.process = subprocess.Popen(
@@ -96,7 +97,7 @@ class Template:
 
 
 class Child:
-    """A child process, forked for one schema, which may already have ended."""
+    """A child process for one schema. The process may already have ended."""
 
     _status: int | None = None
 
@@ -128,9 +129,10 @@ class SchemaCompilers:
     def compile(
         self, schema: dict[str, Any] | str, tokenizer: Any, check: Callable[[], None]
     ) -> SchemaConstraint:
-        """Return the constraint of a JSON schema, or of `LARK` and a Lark grammar.
+        """Return the constraint of a JSON schema, or of a Lark grammar.
 
-        The caller has to close it. Errors of `check`, called during the wait, end it.
+        A grammar has the prefix `LARK`. The caller has to close the constraint. `check`
+        is called during the wait; an error that it raises ends the wait.
 
         Raise ApiError if the schema cannot be used or hits a limit, and the errors of
         llguidance's `Grammar`.

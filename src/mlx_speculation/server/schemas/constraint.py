@@ -1,8 +1,9 @@
 """Constraints of a text: by a schema, and after thinking; grammars of forced calls.
 
-The child process of a schema has one matcher of llguidance, at the tokens of one state.
-For the mask of another state it rolls back to the states' common prefix, then consumes
-the rest. A mask takes one message each way, about 0.1 ms on a Linux CPU.
+The child process of a schema has one matcher of llguidance, which has consumed the
+tokens of one state. For the mask of another state, the matcher rolls back to the
+common prefix of both, then consumes the rest. A mask takes one message each way, about
+0.1 ms on a Linux CPU.
 """
 
 import json
@@ -24,7 +25,7 @@ from mlx_speculation.server.schemas.template_process import FAILED, LARK
 
 # Which token ids may come next, bool [ids], and whether the text may end.
 Mask = tuple[NDArray[np.bool_], bool]
-# Whitespace as in the templates: the model was trained on it.
+# Whitespace as in chat templates: models were trained on it.
 SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
 SPACING = {"whitespace_flexible": False, **SEPARATORS}
 
@@ -130,8 +131,8 @@ class AfterThinking:
         self._mark, self._inner, self._budget = tuple(mark), inner, budget
         self._anything = np.ones(ids, dtype=np.bool_)
         self._count = 0  # tokens of thinking so far
-        self._tail: tuple[int, ...] = ()  # the last of them, at most as many as `mark`
-        self._answer: ConstraintState | None = None  # None: any token is allowed
+        self._tail: tuple[int, ...] = ()  # the last of them, at most `len(mark)`
+        self._answer: ConstraintState | None = None  # state of `inner`, after the mark
 
     def begin(self) -> "AfterThinking":
         """Return a state before the first generated token."""
@@ -192,7 +193,7 @@ def call_grammar(
     parser: Any,  # the tokenizer's parser of calls
     marks: tuple[str, str],  # the texts before and after a call
 ) -> str:
-    """Return the grammar of a call of one function, in the form of Hermes templates.
+    """Return the grammar of one call of any function, in the form of Hermes templates.
 
     Raise ApiError if the tokenizer's calls have another form.
     """

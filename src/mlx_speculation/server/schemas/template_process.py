@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 FORK = b"fork"
-OUT_OF_MEMORY = 3  # the exit status
+OUT_OF_MEMORY = 3  # the exit status of a child
 WATCH_SECONDS = 0.05
 NICE = 10
 MASK, FAILED, UNUSABLE, NOT_ENFORCED = b"m", b"f", b"u", b"w"
@@ -72,7 +72,7 @@ def _serve_schema(channel: Connection, tokens: Any, limits: dict[str, float]) ->
 def _mask(matcher: Any) -> bytes:
     """Return whether the text may end, and a bit for each token id; or an error."""
     bits = matcher.compute_bitmask()
-    if matcher.is_error():  # since this call, or an earlier one
+    if matcher.is_error():  # this call or an earlier one has failed
         return FAILED + str(matcher.get_error()).encode()
     return MASK + bytes([matcher.is_accepting()]) + bytes(bits)
 
@@ -134,7 +134,8 @@ def main() -> None:
                     _child(descriptor, tokens, settings["limits"])
                 os.close(descriptor)
             else:
-                os.kill(int(command), signal.SIGKILL)  # an ended child keeps its id
+                # An ended child keeps its id until `waitpid`.
+                os.kill(int(command), signal.SIGKILL)
                 answer = os.waitpid(int(command), 0)[1]
             control.send_bytes(b"%d" % answer)
     os.killpg(0, signal.SIGKILL)  # ends all children and this process
