@@ -20,7 +20,8 @@ from mlx_speculation.server.answer_parts import AnswerParser
 from mlx_speculation.server.api_errors import LOG, ApiError
 from mlx_speculation.server.request.options import GenerationRequest
 
-# The engine ends late requests between rounds; a connection waits this many more.
+# Seconds that a connection waits beyond the limit of a request: the engine ends late
+# requests between its rounds.
 OVERDUE_SECONDS = 10.0
 
 
