@@ -1,6 +1,7 @@
 """Limits of the server: refused requests, and released resources."""
 
 import asyncio
+import gc
 import json
 import select
 import socket
@@ -176,7 +177,7 @@ def cancelled(server: Server) -> float:
 
 
 def test_a_client_that_leaves_is_counted_wherever_its_request_is(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One request runs; three wait: for a row, for the engine and for a grammar."""
     busy, release = threading.Event(), threading.Event()
@@ -207,6 +208,8 @@ def test_a_client_that_leaves_is_counted_wherever_its_request_is(
         release.set()
         until(lambda: server.worker.taken == 0)
         assert cancelled(server) == 4
+        gc.collect()
+        assert "never retrieved" not in caplog.text
 
 
 def _waiting(schema: Any, tokenizer: Any, check: Callable[[], None]) -> Any:

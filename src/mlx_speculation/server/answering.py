@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -80,10 +80,12 @@ class Answering:
 
         threading.Thread(target=run, daemon=True).start()
         result = asyncio.wrap_future(outcome)
+        # asyncio logs errors that nobody reads, such as those of clients that left.
+        result.add_done_callback(lambda it: it.exception())
         while True:
             self._worker.check_alive()
-            with suppress(TimeoutError):  # the thread goes on if its result is late
-                return await asyncio.wait_for(asyncio.shield(result), POLL_SECONDS)
+            if (await asyncio.wait([result], timeout=POLL_SECONDS))[0]:
+                return result.result()
 
     async def _send(self, face: Face, send: Send) -> None:
         request, jobs = face.request, list[Job]()
