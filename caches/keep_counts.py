@@ -40,7 +40,8 @@ def per_row(
             raise InvalidRequestError(
                 f"commit({shown(keep)}) has {len(keep)} numbers, but cache {place} "
                 f"takes {rows}, one for each of its rows. Pass one number for each "
-                "row, or a single number for all; batch caches come from merge()."
+                "row, or a single number for all. If the cache should have more rows, "
+                "make it by merge() from caches of one row each."
             )
     if not keep:
         raise InvalidRequestError(

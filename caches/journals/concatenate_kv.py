@@ -19,8 +19,9 @@ class ConcatenateJournal(KVJournal):
         if cache.offset != rows:
             raise UnsupportedCacheError(
                 f"A ConcatenateKVCache holds {rows} rows, but its offset is "
-                f"{cache.offset}: its trim() does not remove rows, and the next write "
-                "counts them again. Feed the kept tokens to a new KVCache."
+                f"{cache.offset}: its trim() lowers the offset but keeps the rows. The "
+                "next write would come after these rows. Feed the kept tokens to a new "
+                "KVCache."
             )
         super().__init__(cache)
         self._before = (cache.keys, cache.values)

@@ -113,9 +113,9 @@ class BoundedTree(PrefixTree):
     ) -> Node | None:
         """Add the rows in `kept` to the nodes along `tokens`; return the last node.
 
-        To make room, nodes that cost less than the claim are evicted. Then restore
-        points in `taken` that lie behind the end of `tokens` are dropped. None: there
-        still is no room.
+        If room is lacking, nodes that cost less than the claim are evicted. If room is
+        still lacking, restore points in `taken` that come after the end of `tokens` are
+        dropped, the last ones first. None: even then there is no room.
         """
         nodes = self.reach(tokens)
         known = nodes[-1]

@@ -2,8 +2,8 @@
 
 A step reads the target's embedding of the newest token, and a state. The first step of
 a round takes the target's state after the final norm. Later steps take the state that
-the previous step returned. The assistant has no cache: all steps of a round have one
-position in the target's text, and see the keys of committed positions.
+the previous step returned. The assistant has no cache. All steps of a round have the
+same position in the target's text, and see the keys of committed positions.
 """
 
 from collections.abc import Mapping
@@ -119,7 +119,7 @@ class Assistant(nn.Module):
 
 
 def load_assistant(folder: str | Path) -> Assistant:
-    """Load the assistant in a folder of its own.
+    """Load the assistant that a folder holds.
 
     On a Linux CPU it is float32, dequantized where it was quantized.
 

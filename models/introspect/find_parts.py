@@ -79,8 +79,8 @@ def _end(traced: Trace, runs: list[ModuleCall]) -> _End:
     if trunk is None and not (runs and read):
         reason = "the head does not take it" if runs else "none of model.layers ran"
         raise _MissingError(
-            "no module around the last norm after the layers, a "
-            f"{type(norm.module).__name__}, returns its result, and {reason}."
+            f"the last norm after the layers is a {type(norm.module).__name__}. No "
+            f"module around it returns its result, and {reason}."
         )
     return _End(norm, trunk, norm.result)
 
@@ -96,7 +96,10 @@ def _is_norm(call: ModuleCall) -> bool:
 
 
 def _returning(traced: Trace, call: ModuleCall) -> ModuleCall | None:
-    """Return the outermost call around `call`, not the model's, with its result."""
+    """Return the outermost call around `call` that returns the same result.
+
+    The model's call does not count. None: there is no such call.
+    """
     around = (outer for outer in traced.calls[1:] if outer.contains(call))
     return next((outer for outer in around if outer.result is call.result), None)
 

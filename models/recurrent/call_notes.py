@@ -56,7 +56,7 @@ def _note(key: Any, value: Any) -> None:
 
 @functools.cache
 def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of parts that notes a call's first array argument."""
+    """Return a subclass of `kind` that notes the first array argument of each call."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _note(id(self), first_of(mx.array, (*args, *kwargs.values())))
@@ -67,7 +67,7 @@ def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of parts that notes a call's result."""
+    """Return a subclass of `kind` that notes the result of each call."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)
@@ -78,7 +78,11 @@ def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def watched(kind: type[nn.Module], watch: Watch, scan: Call | None) -> dict[str, Call]:
-    """Return methods for a subclass of `kind` that record the calls of `watch`."""
+    """Return methods for a subclass of `kind`, by name.
+
+    They record calls of the methods and of the scan that `watch` names. With `scan`
+    None, no scan is recorded.
+    """
     methods = {name: _noting_method(kind, name) for name in watch.methods}
     if watch.scan is not None and scan is not None:
         methods[watch.scan.called_in] = _noting_scan(kind, watch.scan, scan)

@@ -1,9 +1,9 @@
 """The edge of top-p, from the weights of the most probable tokens.
 
-Probabilities are added up as whole numbers of 2**-31. Unlike a float32 sum, such a sum
-does not depend on the order of its addends, and so not on the number of rows, the
-device or the search for the edge. A sum of n tokens is off by less than n * 2**-32, a
-float32 sum by up to n * 2**-24.
+Each probability is rounded to a whole multiple of 2**-31, and the multipliers are added
+up as integers. Unlike a float32 sum, such a sum does not depend on the order of its
+addends, and so not on the number of rows, the device or the search for the edge. A sum
+of n tokens is off by less than n * 2**-32, a float32 sum by up to n * 2**-24.
 
 A partition splits the tokens into a more and a less probable half. The sum of the more
 probable half says which half holds the edge, and that half is split again:
@@ -61,7 +61,8 @@ def _units(probs: mx.array) -> mx.array:
 def _share_of(total: mx.array, share: float) -> mx.array:
     """Return share * total rounded up, in whole numbers: uint32, at least 1."""
     wide = total.astype(mx.uint64) * math.ceil(share * 2**32) + (2**32 - 1)
-    # At least 1: 0, as for a row of NaN, would lead to a read out of bounds.
+    # The total of a row of NaN is 0. With a limit of 0, all tokens would be dropped,
+    # and the edge would be read out of bounds.
     return mx.maximum(wide >> 32, 1).astype(mx.uint32)
 
 

@@ -1,8 +1,9 @@
 """The distribution of texts of whole generations, by counting.
 
 The joint distribution of the first three emitted tokens is computed from the target
-alone. Drafts have at most three tokens. So rejections, residual draws and later rounds
-are among these three; after a first draft of one or two tokens, a bonus is too.
+alone. Drafts have at most three tokens. Some of the three emitted tokens are drawn from
+the residual after a rejection, and some in later rounds. If a draft is shorter than
+three tokens, one of the three can be a bonus token.
 
 For 64 outcomes at alpha 1e-4 and power .99, 10,009 texts detect a total variation of
 0.05, and 156 texts detect one of 0.4.
@@ -178,7 +179,7 @@ def test_the_first_three_tokens_follow_the_targets_joint_distribution(
 def test_drafts_of_any_length_and_source_leave_the_distribution_as_it_is(
     acceptance: Acceptance, drafting: str
 ) -> None:
-    """A lookup sometimes proposes nothing; some rounds are behind a step in flight."""
+    """A lookup sometimes proposes nothing. Some rounds begin with a step in flight."""
     assert excess(count(generator_of(acceptance, drafting), PLAIN, 2_502), PLAIN) < 1
 
 
@@ -219,7 +220,11 @@ def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
 
 
 class AdversaryDraft(Draft):
-    """A draft model with made-up forecasts; if `looks`, drawn tokens cut its drafts."""
+    """A draft model with made-up forecasts.
+
+    With `looks`, it reads the tokens that it drew, and ends the draft before the first
+    odd one.
+    """
 
     def __init__(self, *, looks: bool) -> None:
         self.inner, self.looks = ModelDraft(model(3)), looks

@@ -245,7 +245,10 @@ def test_a_draft_models_work_is_the_drafts() -> None:
 
 
 def test_a_constraint_moves_no_step_to_the_host() -> None:
-    """The constraint's masks wait for a step's tokens while the next step is built."""
+    """A step's mask needs the token of the step before it.
+
+    The wait for that step's logits counts as verify, not as host.
+    """
     model = SlowLogits(build("llama"))
     plain = SpeculativeGenerator(model, byte_tokenizer())
     noted = NotedRounds(0)

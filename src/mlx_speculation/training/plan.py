@@ -82,7 +82,10 @@ class Schedule:
         return sized(options, rates, 60 * self.minutes - self.spent, self.spent)
 
     def deadline(self, share: float = 1.0) -> float | None:
-        """Return when a share of the minutes after timing ends; None: no limit."""
+        """Return the time at which a share of the minutes after timing is used up.
+
+        It is a time of `time.monotonic`. None: the minutes have no limit.
+        """
         if self.minutes is None:
             return None
         return self.began + self.spent + (60 * self.minutes - self.spent) * share
@@ -172,7 +175,8 @@ def _reduced(
 ) -> TrainOptions:
     """Halve the options `names`, in this order, until `takes_long` is false."""
     while takes_long(options):
-        # Smaller batches of held-out dialogues would save little.
+        # The held-out dialogues stay at two full batches or more: two smaller batches
+        # would take almost as long.
         least = _LEAST | {"held_out": max(LEAST_DIALOGUES, 2 * options.batch)}
         name = next((n for n in names if getattr(options, n) > least[n]), None)
         if name is None:

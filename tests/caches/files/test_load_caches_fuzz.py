@@ -170,7 +170,8 @@ def use(cache: Any) -> None:
             after = _written(cache)
             assert after == before + width
             if size is not None:
-                # All written rows are returned, even if the ring has fewer slots.
+                # All rows of this write are returned, even if the ring has fewer slots.
+                # Of the earlier rows, at most `size` - 1 are returned.
                 assert shown == min(before, size - 1) + width
             else:
                 assert shown == after - getattr(cache, "start_position", 0)

@@ -1,4 +1,4 @@
-"""A text's last use and its cost per byte to read again decide when it is evicted."""
+"""Eviction, by a text's last use and the tokens to read again; bounds of memory."""
 
 import gc
 from pathlib import Path
@@ -66,7 +66,10 @@ def test_side_requests_never_evict_a_session_that_costs_more(
 def test_many_side_requests_between_turns_leave_a_session(
     kind: Kind, spare: int
 ) -> None:
-    """The later side requests between two turns cost about three times the session."""
+    """From the fourth turn on, 25 side requests of 7 tokens follow each turn.
+
+    Together they have about three times as many tokens as `SESSION`.
+    """
     free, _ = bound(1 << 30, kind)
     turns = [[*SESSION, *[0] * (2 * turn)] for turn in range(8)]
     for tokens in turns:

@@ -59,7 +59,7 @@ def positions(cache: Any, stop: int, count: int | None) -> list[int]:
 def test_what_is_read_are_the_last_rows_before_a_position(
     kind: str, writes: list[tuple[int, int]], left_out: int, count: int | None
 ) -> None:
-    """The rounds before keep any part of the rows that they write."""
+    """Before the read, each round writes rows and keeps none, some or all of them."""
     cache = MAKE[kind]()
     for rows, keep in writes:
         with Speculation([cache]) as speculation:

@@ -1,4 +1,4 @@
-"""Folders with a head that a reference computes, in the layout of published heads."""
+"""Folders of heads with random weights, in the layout of published heads."""
 
 import importlib
 from dataclasses import dataclass
