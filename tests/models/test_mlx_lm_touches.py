@@ -23,7 +23,7 @@ FILES = (
     "engine/mlx_lm_compat/prompt_file.py",
     "engine/mlx_lm_compat/response.py",
     "engine/mlx_lm_compat/sampler.py",
-    "src/mlx_speculation/server/prompts/rendering.py",
+    "src/mlx_speculation/server/chat_prompts.py",
     "src/mlx_speculation/training/",
 )
 
