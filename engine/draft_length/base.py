@@ -30,9 +30,7 @@ class Compared:
     name: str  # the kind of its drafts
     index: int  # its index among the sources of the rule
     free: bool  # whether its proposals cost nothing
-    # For each token, the chance that it and all tokens before it are accepted; in a
-    # batch, the mean over the requests
-    survival: Sequence[float]
+    survival: Sequence[float]  # see `rule`; in a batch, the mean over the requests
     options: tuple[Option, ...]  # the lengths that may pay
     credit: float  # what its drafts may still lose, in plain steps, see `rule`
 
@@ -105,8 +103,7 @@ class Feedback:
     drafted: int  # drafted tokens, possibly fewer than planned
     accepted: float  # accepted tokens before any cut; in a batch, the mean
     seconds: float  # of the round, including drafting
-    # Whether a plain step was in flight when the round began. A round with drafts then
-    # emits the token of that step, too
+    # Whether a plain step was in flight. A round with drafts then emits its token too
     behind: bool = False
     ahead: bool = False  # whether the round has left a plain step in flight
     parts: RoundSeconds = NO_TIME  # the seconds by part
@@ -139,10 +136,7 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan | None:
-        """Learn from a round. Must not raise.
-
-        Return the plan that the round followed; None: it followed `plan`.
-        """
+        """Learn from a round; return its plan, or None for `plan`. Must not raise."""
         ...
 
 

@@ -3,9 +3,8 @@
 The cost of a draft length is the median time of its last rounds. Beyond measured
 lengths, costs are assumed to grow at half the mean slope: a length whose cost is
 assumed too low is tried, and its cost corrected. Costs that are not measured again are
-dropped: drafting would not resume after a cost that is too high. Calibrated times are
-stored in a file. What streams learn is not stored: measurements of a busy machine would
-be used long after.
+dropped, since drafting would not resume after too high a cost. A file stores calibrated
+times, but not what streams learn, which may come from a busy machine.
 """
 
 import os

@@ -87,8 +87,7 @@ class DraftRule:
     ) -> Plan:
         """Return the next round's plan; `behind`: whether a plain step is in flight.
 
-        `offers` None: free sources have yet to propose, and a draft has the largest
-        length.
+        `offers` None: free sources have yet to propose, and a draft is the longest.
         """
         longest = min(limit, self.longest)
         if longest <= 0:
@@ -174,8 +173,7 @@ class DraftRule:
 
     def _left_of_step(self, plain: float) -> float:
         """Return the seconds that a step in flight still needs when a round begins."""
-        # A CPU computes a step while submitting it. The first round of several submits
-        # two steps, so it takes the time of two.
+        # A CPU computes steps while submitting them; the first round submits two.
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
     def learn(self, context: int, plan: Plan, feedback: Feedback) -> None:

@@ -100,10 +100,7 @@ class RuledDrafter(CascadeDrafter):
     def offer(
         self, sequence: Sequence, limit: int, choose: Choose, *, costly: bool = True
     ) -> list[Survival]:
-        """Let free sources propose, and return the survivals of all sources.
-
-        Without `costly`, the survivals of costly sources are empty.
-        """
+        """Let free sources propose; return survivals, () for others if not `costly`."""
         nothing: list[Survival] = [()] * len(self._drafters)
         offered = self._lengths.survivals() if costly else nothing
         self._proposals = {}
@@ -180,8 +177,7 @@ class BatchDraftLength:
     ) -> list[int]:
         """Return how many tokens each request may draft, at most its entry of `room`.
 
-        `context` is that of the longest request; `size` is the number of rows with
-        padding; None: no padding.
+        `context` is the longest request's; `size` counts padded rows; None: no padding.
         """
         bucket = row_bucket(len(rows)) if size is None else size
         if bucket != self.bucket:

@@ -46,8 +46,7 @@ class SuffixAutomaton:
         # One value per state; 0 is the root.
         self._length = array("i", [0])
         self._link = array("i", [-1])
-        # The end of its latest occurrence that a token follows; 0: there is none
-        self._end = array("i", [0])
+        self._end = array("i", [0])  # of its latest occurrence before a token; 0: none
         self._count = array("i", [0])  # occurrences that a token or BREAK follows
         # The first transition of each state, mostly the only one; others are in _more.
         self._token = array("i", [_NOTHING])
@@ -127,11 +126,9 @@ class SuffixAutomaton:
         return result
 
     def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield two numbers for each token.
+        """Yield how often each token, and how often any token, followed those before.
 
-        The first is how often it followed the state and the tokens before it, the
-        second how often any token did. Both are 0 for a token that never followed, and
-        for all tokens behind it.
+        Both numbers are 0 from the first token on that never followed.
         """
         for index, token in enumerate(tokens):
             total, state = self._count[state], self._next(state, token)

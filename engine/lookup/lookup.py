@@ -106,10 +106,7 @@ class TextPool:
         self._indexes: list[GrowingIndex] = []  # the newest index first
 
     def take(self, tokens: Tokens) -> GrowingIndex:
-        """Remove and return the index of the longest text with which `tokens` begin.
-
-        If there is none, return a new index.
-        """
+        """Remove and return the index of the longest start of `tokens`, or make one."""
         for index in sorted(self._indexes, key=lambda each: -each.done):
             kept, near = index.automaton.tokens, max(0, index.done - 64)
             # The end first: it differs most often
@@ -164,8 +161,7 @@ class Lookup:
         self._prediction = GrowingIndex([*prediction, BREAK] if prediction else ())
         places = PREDICTION, HISTORY, HISTORY, DOCUMENT
         self._cursors = [(place, Cursor()) for place in places]
-        # The place of the last proposal in the text, and the proposal
-        self._unjudged = 0, NOTHING_FOUND
+        self._unjudged = 0, NOTHING_FOUND  # the last proposal's place, the proposal
 
     def read_ahead(self, tokens: Tokens, limit: int = CHUNK) -> bool:
         """Index at most `limit` new tokens; return whether all tokens are indexed."""
