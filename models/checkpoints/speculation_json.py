@@ -58,17 +58,19 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
     draft = fields.get("draft")
     if not isinstance(draft, str) or not draft:
         raise _wrong(
-            file, f"draft = {draft!r}", '"mtp", "lookup" or the path of a folder is'
+            file,
+            f"draft = {draft!r}",
+            '"mtp", "lookup" or the path of a folder is needed',
         )
     kind, length = fields.get("kind"), fields.get("draft_length")
     allowed = {draft} if draft in NAMED else set(kinds) - {"lookup"}
     if kind is not None and (not isinstance(kind, str) or kind not in allowed):
         raise _wrong(
-            file, f"kind = {kind!r}", f"one of {', '.join(sorted(allowed))} is"
+            file, f"kind = {kind!r}", f"one of {', '.join(sorted(allowed))} is needed"
         )
     if length is not None and (type(length) is not int or length < 0):
         raise _wrong(
-            file, f"draft_length = {length!r}", "a whole number of at least 0 is"
+            file, f"draft_length = {length!r}", "a whole number of at least 0 is needed"
         )
     convention = fields.get("convention")
     if convention is not None:
@@ -88,13 +90,13 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
 
 def _folder(file: Path, draft: str) -> Path:
     target = file.parent.resolve()
-    near = "a folder inside the target's, or next to it, is"
+    near = "a folder inside the target's, or next to it, is needed"
     if PurePosixPath(draft).is_absolute():
         raise _wrong(
             file,
             f"draft = {draft!r}",
             'a folder inside the target\'s, such as "draft", or next to it, such as '
-            '"../draft", is',
+            '"../draft", is needed',
         )
     try:
         result = (target / draft).resolve()
@@ -111,7 +113,4 @@ def _folder(file: Path, draft: str) -> Path:
 
 
 def _wrong(file: Path, result: str, wanted: str) -> ModelFolderError:
-    return ModelFolderError(
-        f"{str(file)!r} has {result}, and {wanted}"
-        f"{'' if wanted.endswith(('known', 'allowed')) else ' needed'}. {_ADVICE}"
-    )
+    return ModelFolderError(f"{str(file)!r} has {result}, and {wanted}. {_ADVICE}")
