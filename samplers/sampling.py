@@ -92,13 +92,13 @@ class Sampling:
         self._freeze()
         _check("temperature", self.temperature, 0.0, math.inf)
         if self.draft_temperature is not None:
-            _check("draft_temperature", self.draft_temperature, 0.0, math.inf)
+            _check("draft_temperature", self.draft_temperature, 0.0, math.inf, "")
         _check("top_p", self.top_p, 0.0, 1.0)
         _check("min_p", self.min_p, 0.0, 1.0)
         _check_count("min_tokens_to_keep", self.min_tokens_to_keep, 1)
         _check_count("top_k", self.top_k, 0)
         _check("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        _check("xtc_threshold", self.xtc_threshold, 0.0, 0.5)
+        _check("xtc_threshold", self.xtc_threshold, 0.0, 0.5, "")
         for token in self.xtc_special_tokens:
             _check_count("An id in xtc_special_tokens", token, 0)
         lowest = {"repetition": 0.0, "presence": -math.inf, "frequency": -math.inf}
@@ -200,16 +200,16 @@ def check_seed(seed: int, name: str = "seed") -> None:
         )
 
 
-def _check(name: str, value: float, low: float, high: float) -> None:
+def _check(
+    name: str, value: float, low: float, high: float, more: str = "; 0 turns it off"
+) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high or math.isinf(value):
         limits = f" from {low:g} to {high:g}"
         if high == math.inf:
             limits = "" if low == -math.inf else f" of {low:g} or more"
-        kept = name in ("xtc_threshold", "draft_temperature")  # 0 does not turn it off
         raise InvalidRequestError(
-            f"{name} is {value!r}, and a finite number{limits} is needed"
-            f"{'' if kept else '; 0 turns it off'}."
+            f"{name} is {value!r}, and a finite number{limits} is needed{more}."
         )
 
 
