@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MLX_LM = "mlx-lm plain"
 WARM_UP_TOKENS = 16
+BUSY = 1.4  # ratio of plain decoding's speeds from which the machine counts as busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,17 @@ class Spread:
     def of(cls, values: Sequence[float]) -> "Spread":
         """Return the spread of measured values."""
         return cls(median(values), min(values), max(values))
+
+
+def busy(speeds: Sequence[float]) -> str | None:
+    """Return a warning if plain decoding's speeds differ much; None: they do not."""
+    low, high = min(speeds), max(speeds)
+    if high <= BUSY * low:
+        return None
+    return (
+        f"Plain decoding ran at {low:.1f} to {high:.1f} tokens/s: other programs were "
+        "busy, so these figures say little. Close them and measure again."
+    )
 
 
 @dataclass(slots=True)

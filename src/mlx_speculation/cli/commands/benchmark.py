@@ -17,7 +17,7 @@ from mlx_speculation.cli.inputs import (
     writing,
 )
 from mlx_speculation.cli.load_pair import as_object, begin, beside, open_pair
-from mlx_speculation.cli.measure import Arm, Spread, arms_of, measure
+from mlx_speculation.cli.measure import Arm, Spread, arms_of, busy, measure
 from mlx_speculation.cli.options import (
     DRAFT,
     TEMPLATE,
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 LENGTHS = (1, 2, 4, 8)
 LEAST_GAIN = 1.02  # a draft with a smaller speed-up is not recommended
-# The machine is called busy if plain decoding's fastest pass is this many times as fast
-# as its slowest.
-BUSY = 1.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,13 +243,8 @@ def _prompts(
 
 def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
     """Return a line that recommends the fastest draft and length, if one pays."""
-    speeds = Spread.of(plain.speeds)
-    if speeds.high > BUSY * speeds.low:
-        return (
-            f"Plain decoding ran at {speeds.low:.1f} to {speeds.high:.1f} tokens/s: "
-            "other programs were busy, so these figures say little. Close them and "
-            "measure again."
-        )
+    if warning := busy(plain.speeds):
+        return warning
     best = max(arms[2:], key=lambda arm: arm.over(plain.speeds).median)
     gain = best.over(plain.speeds).median
     if gain < LEAST_GAIN:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mlx_speculation.cli.console import Screen, number
 from mlx_speculation.cli.load_pair import CacheOptions, as_object, begin
-from mlx_speculation.cli.measure import Compared, parting_of
+from mlx_speculation.cli.measure import Compared, busy, parting_of
 from mlx_speculation.cli.options import Blas, DraftLength, Json
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.demo import (
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
 
 CACHE_GIGABYTES = 1.0
-# The machine is called busy if plain decoding is this many times as fast in one text as
-# in another.
-BUSY = 2.0
 ADVICE = """\
 tokens reused: prompt tokens kept from earlier prompts, which are not read again
 
@@ -274,15 +271,11 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
 
 
 def _busy(comparisons: Sequence[_Comparison]) -> str:
-    """Return a warning if plain decoding's speeds differ by more than `BUSY`, or ""."""
+    """Return a warning if plain decoding of a target was not steady, or ""."""
     for target in dict.fromkeys(each.target for each in comparisons):
         speeds = [each.speeds[0] for each in comparisons if each.target == target]
-        if max(speeds) > BUSY * min(speeds):
-            return (
-                f"Plain decoding of {target} ran at {min(speeds):.1f} to "
-                f"{max(speeds):.1f} tokens/s: other programs were busy, so the ratios "
-                "say little. Run the demo again.\n\n"
-            )
+        if warning := busy(speeds):
+            return f"{target}: {warning}\n\n"
     return ""
 
 
