@@ -2,8 +2,8 @@
 
 A round cannot be built before the results of the previous one were read, so a GPU idles
 while the graph of the forward is built. If the forward is submitted after every few
-layers, the first layers run meanwhile. Each submission costs time, so
-`SpeculativeGenerator.calibrate` finds the best number of layers by measurement.
+layers, the first layers run meanwhile. Each submission costs time, so the best number
+of layers is measured (`mlx-speculation calibrate`).
 
 On a CPU `mx.async_eval` blocks when about a hundred operations wait. So a plain step is
 submitted layer by layer: the first layers run while the others are built. Rounds gained
