@@ -6,17 +6,16 @@ is opened to an address that was checked. No redirect is followed, and no proxy 
 environment is used.
 """
 
+import asyncio
 import ipaddress
 import re
 import socket
-import ssl
-import threading
-import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
-from http.client import HTTPConnection, HTTPException
+from contextlib import aclosing
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
+
+import httpx2
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.vision.open_image import (
@@ -116,39 +115,27 @@ def fetch_image(url: str, limits: Limits, *, private: bool = False) -> bytes:
 
     Raise InvalidRequestError for a URL or an answer that is not allowed.
     """
-    parts = _checked_url(url)
-    deadline = time.monotonic() + limits.fetch_seconds
-    host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     try:
-        addresses = _addresses(host, port, private=private)
-        with closing(HTTPConnection(parts.netloc)) as connection:
-            connection.sock = opened = _connected(addresses, port, deadline)
-            if parts.scheme == "https":
-                opened.settimeout(_left(deadline))
-                opened = _context().wrap_socket(opened, server_hostname=host)
-                connection.sock = opened
-            # The timeout of a read never expires if a byte comes now and then.
-            cut = threading.Timer(_left(deadline), _cut, [opened])
-            cut.daemon = True
-            cut.start()
-            try:
-                result = _body(connection, parts, limits.image_bytes)
-            finally:
-                cut.cancel()
-        if time.monotonic() >= deadline:  # a cut connection looks like an ended answer
-            raise TimeoutError
-        return result
-    except InvalidRequestError:
-        raise
-    except (OSError, HTTPException, ValueError) as error:
-        text = " ".join(str(error).split()).rstrip(".")
-        why = text[:80] or type(error).__name__
-        if time.monotonic() >= deadline:
-            why = f"it took longer than {limits.fetch_seconds:g} s"
+        target = httpx2.URL(url)
+    except httpx2.InvalidURL as error:  # an invalid port, or an open bracket
+        raise InvalidRequestError(f"The image's URL is malformed: {error}.") from error
+    named = target.host and target.port != 0 and not target.userinfo
+    if target.scheme not in _PORTS or not named:
         raise InvalidRequestError(
-            f"The image could not be fetched from its URL: {why}. Pass it as a data "
-            "URL."
-        ) from error
+            "The image's URL cannot be fetched: it must be http:// or https:// with a "
+            "host and without a user."
+        )
+    addresses = _addresses(target, private=private)
+    fetching = _fetched(target, addresses, limits.image_bytes)
+    try:
+        return asyncio.run(asyncio.wait_for(fetching, limits.fetch_seconds))
+    except TimeoutError:
+        why = f"it took longer than {limits.fetch_seconds:g} s"
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        why = " ".join(str(error).split()).rstrip(".")[:80] or type(error).__name__
+    raise InvalidRequestError(
+        f"The image could not be fetched from its URL: {why}. Pass it as a data URL."
+    )
 
 
 def is_public(address: Address) -> bool:
@@ -164,30 +151,16 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
-def _checked_url(url: str) -> SplitResult:
+def _addresses(url: httpx2.URL, *, private: bool) -> list[str]:
+    host, port = url.raw_host.decode(), url.port or _PORTS[url.scheme]
     try:
-        parts = urlsplit(url)
-        named = bool(parts.hostname) and parts.port != 0
-    except ValueError as error:  # an invalid port, or an open bracket
-        raise InvalidRequestError(f"The image's URL is malformed: {error}.") from error
-    if parts.scheme not in _PORTS or not named or "@" in parts.netloc:
-        raise InvalidRequestError(
-            "The image's URL cannot be fetched: it must be http:// or https:// with a "
-            "host and without a user."
-        )
-    return parts
-
-
-def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
-    try:
-        name = host.encode("idna").decode()
-        result = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise InvalidRequestError(
             f"The image's host {host[:60]!r} cannot be resolved."
         ) from error
-    addresses = [ipaddress.ip_address(each[4][0]) for each in result]
-    if not private and not all(is_public(each) for each in addresses):
+    addresses = [str(each[4][0]) for each in infos]
+    if not private and not all(map(is_public, map(ipaddress.ip_address, addresses))):
         raise InvalidRequestError(
             f"The image's host {host[:60]!r} has an address that is not public, so "
             "nothing is fetched from it. Pass the image as a data URL."
@@ -195,60 +168,52 @@ def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
     return addresses
 
 
-def _connected(addresses: list[Address], port: int, deadline: float) -> socket.socket:
-    """Open a connection to the first address that answers."""
-    error: OSError = TimeoutError()
-    for address in addresses:
-        try:
-            return socket.create_connection((str(address), port), _left(deadline))
-        except OSError as failed:
-            error = failed
-    raise error
-
-
-def _left(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())
-
-
-def _context() -> ssl.SSLContext:
-    """Return a TLS context with the authorities of certifi, or of the system."""
-    with suppress(ImportError):
-        import certifi
-
-        return ssl.create_default_context(cafile=certifi.where())
-    return ssl.create_default_context()
-
-
-def _cut(opened: socket.socket) -> None:
-    with suppress(OSError):  # the connection has ended
-        socket.socket.shutdown(opened, socket.SHUT_RDWR)  # below TLS
-
-
-def _body(connection: HTTPConnection, parts: SplitResult, most: int) -> bytes:
-    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
-    connection.request("GET", path, headers={**headers, "Connection": "close"})
-    with connection.getresponse() as answer:
-        if answer.status != 200:
-            moved = answer.status // 100 == 3
-            raise InvalidRequestError(
-                f"The image's URL was answered with status {answer.status}"
-                f"{', and redirects are not followed' if moved else ''}. Pass one that "
-                "is answered with the image."
+async def _fetched(url: httpx2.URL, addresses: Sequence[str], most: int) -> bytes:
+    """Return the bytes from the first address that answers."""
+    host = {"Host": url.netloc.decode()}
+    headers = {**host, "Accept": "image/*", "Accept-Encoding": "identity"}
+    name = {"sni_hostname": url.raw_host.decode()}  # that of the certificate
+    failed: Exception = httpx2.ConnectError("the host has no address")
+    # All steps together have a time limit, so a step has none.
+    async with httpx2.AsyncClient(trust_env=False, timeout=None) as client:
+        for address in addresses:
+            here = url.copy_with(host=address)
+            request = client.build_request(
+                "GET", here, headers=headers, extensions=name
             )
-        coding = answer.headers.get("Content-Encoding", "identity").lower()
-        if coding != "identity":
-            raise InvalidRequestError(
-                f"The image's URL was answered in the encoding {coding[:20]!r}, which "
-                "was not requested."
-            )
-        body = b"" if (answer.length or 0) > most else answer.read(most + 1)
-        count = len(body) + (answer.length or 0)
-        if count > most:
-            raise InvalidRequestError(
-                f"The image behind the URL has {count} bytes or more; at most {most} "
-                "are allowed. Pass a smaller one."
-            )
-        if answer.length:  # bytes of Content-Length that have not come
-            raise HTTPException(f"{answer.length} bytes are missing")
-    return body
+            try:
+                answer = await client.send(request, stream=True)
+            except httpx2.ConnectError as error:
+                failed = error
+            else:
+                async with aclosing(answer):
+                    return await _body(answer, most)
+    raise failed
+
+
+async def _body(answer: httpx2.Response, most: int) -> bytes:
+    if answer.status_code != 200:
+        moved = ", and redirects are not followed" if answer.is_redirect else ""
+        raise InvalidRequestError(
+            f"The image's URL was answered with status {answer.status_code}{moved}. "
+            "Pass one that is answered with the image."
+        )
+    coding = answer.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise InvalidRequestError(
+            f"The image's URL was answered in the encoding {coding[:20]!r}, which was "
+            "not requested."
+        )
+    body, count = bytearray(), int(answer.headers.get("content-length", 0))
+    if count <= most:
+        async for piece in answer.aiter_raw():
+            body += piece
+            count = max(count, len(body))
+            if count > most:
+                break
+    if count > most:
+        raise InvalidRequestError(
+            f"The image behind the URL has {count} bytes or more; at most {most} are "
+            "allowed. Pass a smaller one."
+        )
+    return bytes(body)
