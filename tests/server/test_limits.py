@@ -26,6 +26,7 @@ from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.server import Server, Settings, engine_thread
 from mlx_speculation.server import job as jobs
 from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.apis.chat_completions import ChatBody
 from mlx_speculation.server.engine_thread import Worker
 from mlx_speculation.server.http_protocol import check_permission
 from mlx_speculation.server.request.options import GenerationRequest
@@ -210,6 +211,27 @@ def test_a_client_that_leaves_is_counted_wherever_its_request_is(
         assert cancelled(server) == 4
         gc.collect()
         assert "never retrieved" not in caplog.text
+
+
+def test_a_client_that_leaves_while_its_body_is_read_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a body is read, images are fetched, which may take seconds."""
+    release, real = threading.Event(), ChatBody.request
+
+    def slowly(body: ChatBody, settings: Settings) -> Any:
+        release.wait(90)  # longer than `until` waits
+        return real(body, settings)
+
+    monkeypatch.setattr(ChatBody, "request", slowly)
+    with serving() as server:
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        client = connect(server)
+        client.sendall(packet(chat, path="/v1/chat/completions"))
+        time.sleep(0.3)
+        client.close()
+        until(lambda: cancelled(server) == 1)
+        release.set()
 
 
 def _waiting(schema: Any, tokenizer: Any, check: Callable[[], None]) -> Any:

@@ -55,8 +55,8 @@ class Answering:
 
     async def answer(self, kind: type[Face], body: TextOptions) -> Response:
         """Return the answer to a request with this body; a face formats it."""
-        face = await self._in_thread(partial(kind, body, self._settings))
-        return Answer(partial(self._send, face))
+        make = partial(kind, body, self._settings)
+        return Answer(partial(self._send, make, getattr(body, "n", 1)))
 
     async def count(self, body: TextOptions) -> int:
         """Return the number of tokens of a chat's prompt, without the engine."""
@@ -87,11 +87,13 @@ class Answering:
             if (await asyncio.wait([result], timeout=POLL_SECONDS))[0]:
                 return result.result()
 
-    async def _send(self, face: Face, send: Send) -> None:
-        request, jobs = face.request, list[Job]()
-        count = request.count * max(1, len(request.prompts))
+    async def _send(self, make: Callable[[], Face], count: int, send: Send) -> None:
+        jobs = list[Job]()
         with ExitStack() as stack:
             try:
+                face = await self._in_thread(make)  # it may fetch images
+                request = face.request
+                count = request.count * max(1, len(request.prompts))
                 for index in range(count):
                     job = Job(request, self._settings.limits.seconds, index)
                     await self._submit(job, stack)
