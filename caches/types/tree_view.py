@@ -64,8 +64,9 @@ class TreeView:
         seen = mx.broadcast_to(mx.array(True), (N, before))
         visible = rows.seen
         if window is not None:
-            # In a chain, row i would be in column `before` + depths[i].
-            reach = rows.depths[:, None] - window
+            # In a chain, row i would be in column `before` + level + depths[i].
+            level = rows.shift + rows.seen.shape[1] - N
+            reach = rows.depths[:, None] + (level - window)
             seen = mx.arange(before)[None] > before + reach
             if visible.shape[1] == N:
                 visible = visible & (rows.depths[None] > reach)
