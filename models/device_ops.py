@@ -17,7 +17,7 @@ from mlx_speculation.models.round_context import Device
 
 
 class Block(Protocol):
-    """The result of a scan over a block of rows."""
+    """The result of a scan over a block of consecutive positions, its rows."""
 
     @property
     def y(self) -> mx.array:
@@ -59,11 +59,11 @@ class DeviceOps:
             for arguments that the room does not support.
         hooks: yields the room's own hooks on a model, if this machine supports them.
         attention_dims: head dimensions for which the room's attention over a few rows
-            needs no cuDNN plan for each number of keys.
+            does without cuDNN, which makes a plan for each new number of keys.
         gated_delta: takes q and v, and returns a function of (q, k, v, g, beta, state)
-            that runs a block of gated delta steps of these shapes. The result is None
-            if these shapes are not supported, or not in this round. The field is None
-            if the room has no such function.
+            that runs a block of gated delta steps of these shapes. It returns None
+            instead if these shapes are not supported, or not in this round. The field
+            is None if the room has no such function.
         compile_draft: returns the compiled and tested forward of a draft model, or
             raises `UnsupportedModelError`.
     """

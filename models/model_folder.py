@@ -105,7 +105,7 @@ def _local_copy(repository: str) -> str:
     name = repository.partition("/")[2].lower()
     if caches is None or not (caches / name / "config.json").is_file():
         return ""
-    return f": the demo's copy is {caches / name}"
+    return f", such as {caches / name}, made by `mlx-speculation demo`"
 
 
 def _meant(path: Path, words: Sequence[str]) -> str:

@@ -2,8 +2,9 @@ r"""Explains each adaptive draft length, or replays a policy on recorded texts.
 
 For every round, the script prints what the policy knew, the chosen draft length, and
 the result. With --traces, it replays recorded texts at the costs of --machine, without
-a clock; a plain step takes one second. The draft "wrong" proposes the least probable
-token of the draft model, and so shows the cost of trying a draft that gains nothing.
+a clock: times are computed, and a plain step counts as one second. The draft "wrong"
+proposes the least probable token of the draft model, and so shows the cost of trying a
+draft that gains nothing.
 
     python scripts/draft_length.py --draft lookup+model --prompts 1
     python scripts/draft_length.py --traces tests/support/draft_length/traces.npz \
@@ -49,7 +50,7 @@ def draft_length(
         Path | None,
         typer.Option(
             "--traces",
-            help="Replay this file; --draft names its pairs.",
+            help="Replay this file; --draft selects pairs such as dense-lookup.",
             exists=True,
             dir_okay=False,
         ),
@@ -86,7 +87,7 @@ def replay(
     *,
     explain: bool,
 ) -> None:
-    """Replay pairs, by default all, in requests of `tokens` tokens."""
+    """Replay pairs of target and draft, by default all, with `tokens` a request."""
     import numpy as np
 
     from bench.replays.replay import judged, machines_of

@@ -97,7 +97,8 @@ class RequestFactory:
     ) -> Warmup | None:
         """Return a warm-up of round shapes; None: the shapes need no rehearsal."""
         fixed = isinstance(lengths, FixedDraftLength | Calibration)
-        # A warm-up does not run the forwards of ranks, images, trees or exact mode.
+        # A warm-up runs neither the forwards of ranks or of exact mode (`shape`), nor
+        # those over images or trees, for which `target.run` is not the model.
         usual = self._setup.ranked is None and target.run is target.model
         if fixed or not usual or target.shape is not None or not cuda_serves():
             return None
@@ -138,7 +139,7 @@ class RequestFactory:
         lengths: DraftLengthPolicy,
         statistics: Statistics,
     ) -> OpenDrafter | None:
-        """Return a new drafter for the stream; None: this rank drafts nothing."""
+        """Return a stream's new drafter; None: no draft, or a rank other than 0."""
         setup, draft = self._setup, self._setup.draft
         draft_cache = options.draft_cache
         if not setup.decides:

@@ -16,10 +16,10 @@ Linear Transformers with the Delta Rule over Sequence Length", with the decay of
 al. 2025, "Gated Delta Networks", equations 8 to 10. Nothing is divided by a decay, so
 decays can be 0.
 
-Results differ from the recurrence by rounding. So products are used only where a row of
-a block has other bits than the same row alone anyway: in float32 on a CPU with
-OpenBLAS. Where `models.ops` has a kernel, as on CUDA, the kernel is used. mlx-lm's own
-scan runs in all other cases, and for single rows.
+Results differ from the recurrence by rounding. So products are used only where a
+model's other products, too, can round a row of a block differently from the same row
+alone: in float32 on a CPU with OpenBLAS. Where `models.ops` has a kernel, as on CUDA,
+the kernel is used. mlx-lm's own scan runs in all other cases, and for single rows.
 """
 
 import functools

@@ -3,11 +3,11 @@
 mlx-lm filters log-probabilities. They differ from logits by one number per row, which
 changes a filter's result by rounding only. Filtering logits saves a pass over the
 vocabulary. Given log-probabilities, the result is mlx-lm's to the last bit, except for
-`top_p`.
+`top_p` and ties.
 
 A row has the same result to the last bit whether it is filtered alone, with other rows
 or with padding. So ties are broken by id, where mlx-lm leaves them to a partition, and
-`top_p` adds up probabilities as whole numbers.
+`top_p` adds up probabilities as integers, whose sum does not depend on their order.
 """
 
 import math
@@ -91,8 +91,8 @@ def _largest(values: mx.array, k: int) -> mx.array:
     width = values.shape[-1]
     if k >= width:
         return mx.ones(values.shape, dtype=mx.bool_)
-    # A partition puts the value of this index where a sort would put it, in a fifth to
-    # a tenth of the time. Its choice among equals can depend on the number of rows.
+    # At index `width - k` a partition has the same value as a sort, in a fifth to a
+    # tenth of the time. Its choice among equals can depend on the number of rows.
     edge = mx.partition(values, width - k, axis=-1)[..., width - k, None]
     above = values > edge
     equal = values == edge

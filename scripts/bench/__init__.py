@@ -2,10 +2,10 @@
 
     options     the options of the command lines, and the bundled models by name
     report      runs a benchmark: selects the BLAS, prints a table and a line of JSON
-    turns       arms that take turns
     prompts     bundled prompts, and question files in Spec-Bench's layout
     models      a target, and its drafts by name
     arms        ways to decode one prompt, token by token
+    turns       runs arms in turns, and takes the ratios of their times
     series      results of each arm over all prompts
     forwards    steady-state times of forwards
     servers     our server and mlx-lm's, and their clients

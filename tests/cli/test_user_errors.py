@@ -58,7 +58,7 @@ NUMBERS = [
     ("--system-prompt", "x", "--system-prompt is given, and no chat template is used"),
     ("--chat-template-config", "{", "--chat-template-config is not JSON"),
     ("--chat-template-config", "[1]", "is [1], and a JSON object is needed"),
-    ("--chat-template-config", "{}", "the tokenizer has none. Put it into the prompt"),
+    ("--chat-template-config", "{}", "the tokenizer has none. Leave the option out"),
     ("--json-schema", "nowhere.json", "'nowhere.json', which cannot be read: No such"),
     ("--html", "nowhere/out.html", "--html is 'nowhere/out.html', and there is no"),
     ("--html", ".", "--html is '.', which is a folder"),
@@ -196,10 +196,12 @@ def test_a_repository_that_the_demo_has_kept(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     said = commands.refused("generate", "Nobody/Tiny-Instruct", "-p", "x")
-    assert "the demo's copy" not in said
+    assert "made by" not in said
     copy_of("draft", tmp_path / "tiny-instruct")
     said = commands.refused("generate", "Nobody/Tiny-Instruct", "-p", "x")
-    assert said.endswith(f": the demo's copy is {tmp_path / 'tiny-instruct'}.")
+    assert said.endswith(
+        f", such as {tmp_path / 'tiny-instruct'}, made by `mlx-speculation demo`."
+    )
 
 
 def test_a_draft_with_another_tokenizer_is_refused(

@@ -36,7 +36,7 @@ def covering(
     chosen_places = _covering_places(places, pairs)
     if quick is not None:
         number, some = quick
-        assert set(some) <= set(lists[number]), "no values of the parameter"
+        assert set(some) <= set(lists[number]), "a quick value is not among the values"
         chosen_places = {
             each for each in chosen_places if lists[number][each[number]] in some
         }
@@ -62,8 +62,8 @@ def _covering_places(
 ) -> set[tuple[int, ...]]:
     """Return combinations that meet all needs, chosen greedily.
 
-    Each choice meets the most open needs. Of equally good combinations, the one whose
-    values were used the least is chosen.
+    Each choice meets the largest number of needs not met yet. Of equally
+    good combinations, the one whose values were used the least is chosen.
     """
     met_by = {each: _needs(each, pairs) for each in places}
     left = set[Need]().union(*met_by.values())

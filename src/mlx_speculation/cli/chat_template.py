@@ -112,4 +112,4 @@ def encode(tokenizer: Any, text: str, *, rendered: bool) -> list[int]:
 def _why_none(tokenizer: Any) -> str:
     if tokenizer.has_chat_template:
         return "--ignore-chat-template is given too. Leave one of them out."
-    return "the tokenizer has none. Put it into the prompt, or take a chat model."
+    return "the tokenizer has none. Leave the option out, or take a chat model."

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 MLX_LM = "mlx-lm plain"
 WARM_UP_TOKENS = 16
-BUSY = 1.4  # ratio of plain decoding's speeds from which the machine counts as busy
+# Above this ratio of plain decoding's fastest to its slowest pass, a machine is busy.
+BUSY = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +116,10 @@ def measure(
 ) -> int:
     """Run passes until done or Ctrl-C; fill the arms; return the number of full passes.
 
-    The generators share the target. All arms ignore stop tokens, and generate as many
-    tokens for a prompt as plain decoding does until it ends, at most `tokens`. `report`
-    is called with the number of runs done, and the total.
+    The generators share the target. For each prompt, a plain text is made first, up to
+    a stop token or `tokens`. All arms then ignore stop tokens, and generate as many
+    tokens as this text has, at least 2. `report` is called with the number of runs
+    done, and the total.
     """
     done, sizes = 0, dict[int, int]()
     try:

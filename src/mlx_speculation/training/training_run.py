@@ -201,7 +201,7 @@ class Run:
         return TrainingResult(self.out, ended, written, speeds, pairing)
 
     def _fit(self) -> Sizes:
-        """Time steps and dialogues; return smaller options that fit the minutes."""
+        """Measure steps and dialogues; return options reduced to fit the minutes."""
         options = self.options
         if options.minutes is None or options.data_only:
             return {}
@@ -291,8 +291,8 @@ class Run:
         else:
             load_state(state, trainee.module, optimizer)
         self.reports.say(
-            f"{progress.steps} steps of {options.rows * options.accumulate} rows with "
-            f"{options.slots} slots each, {progress.step} of them taken; "
+            f"{progress.step} of {progress.steps} steps are done, each of "
+            f"{options.rows * options.accumulate} rows of {options.slots} slots; "
             f"{len(learned)} dialogues, {batches.per_pass} batches a pass"
         )
         # A prompt and its answer can be longer than the slots.
@@ -326,7 +326,7 @@ class Run:
         return self.schedule.steps(stepper.seconds(batches) * options.accumulate)
 
     def _stepper(self, trainee: Trainee) -> TrainingStep:
-        """Return the training step, with checkpoints if the memory requires them."""
+        """Return the training step, with gradient checkpointing if memory is short."""
         dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
         checkpoint, needed = choose_checkpoint(
             self.options, self.model, trainee, self._config, dtype.size

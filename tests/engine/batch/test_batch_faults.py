@@ -256,7 +256,7 @@ def test_reports_stops_and_origins_are_those_of_a_row_alone() -> None:
 
 
 def test_a_policy_that_fails_as_it_learns_costs_no_token() -> None:
-    """The policy learns after the commit. The next call returns the round's tokens."""
+    """The policy learns after the commit, so a further `next` returns the tokens."""
     made = bench("llama").generator("none")
     options: dict[str, Any] = {"max_tokens": 12, "stop_tokens": ()}
     wanted = made.generate(prompt_of(5), **options).tokens

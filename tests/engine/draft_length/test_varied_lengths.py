@@ -103,7 +103,10 @@ def test_the_text_is_the_same(
 
 
 def test_a_round_that_is_planned_asks_for_no_length() -> None:
-    """Rank 0 sends each round's plan, or only "turn" if all ranks know the plan."""
+    """`planned` is true before a round exactly if it asks the policy for no length.
+
+    On several ranks, rank 0 sends only "turn" for such a round, and a plan for others.
+    """
     generator, run_round = drafted("random", "llama", False), StreamDecoder.next_round
     seen: set[bool] = set()
     for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:
@@ -144,7 +147,7 @@ def test_the_callers_caches_hold_the_text_whatever_the_lengths(name: str) -> Non
 
 
 def test_a_step_is_steady_only_between_two_others() -> None:
-    """The first step also submits the next one, and the last one submits none."""
+    """The first step was submitted by no other, and the last one submits none."""
     generator = SpeculativeGenerator(
         known("llama", False)[0],
         byte_tokenizer(),
@@ -166,7 +169,10 @@ def test_a_step_is_steady_only_between_two_others() -> None:
 
 
 def test_a_draft_behind_a_step_differs_from_others() -> None:
-    """An empty draft becomes a plain step that submits the next one."""
+    """A round whose draft is empty is a plain step, which submits a further step.
+
+    The next draft of the lookup is behind that step.
+    """
     generator = drafted("lookup", "llama", False)
     planned = Planned([4])
     run(generator, planned, False)

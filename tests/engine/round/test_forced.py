@@ -104,7 +104,8 @@ def generated(
     return generator.generate(PROMPT, draft_length=length, **options)
 
 
-# After two forced tokens only an end token is allowed, but the text must not end.
+# After the tokens 5 and 6 only 7 is allowed. In the examples below 7 ends a text, but
+# no state is accepting, so no token is left.
 DEAD_END = TokenAutomaton({0: {5: 1}, 1: {6: 2}, 2: {7: 2}}, accepting=())
 
 

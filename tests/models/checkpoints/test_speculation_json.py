@@ -1,4 +1,4 @@
-"""speculation.json: its fields are checked, and paths that lead away are refused."""
+"""speculation.json: its fields, and a draft in the target's folder or beside it."""
 
 import json
 from pathlib import Path

@@ -29,7 +29,7 @@ def test_purposes_differ() -> None:
 
 
 def test_no_two_rounds_and_positions_share_a_key() -> None:
-    """Keys of 300 rounds by 300 positions, and at overflows of words, all differ."""
+    """Keys differ for all pairs of a round and a position, small and large ones."""
     stream = stream_key(7, COIN)
     places = mx.array([*range(300), 2**16, 2**16 + 1, 2**24, 2**31, 2**32 - 1])
     starts = mx.repeat(places, places.size)

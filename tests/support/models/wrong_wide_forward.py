@@ -1,4 +1,4 @@
-"""A model whose forwards over many rows are wrong in one row."""
+"""A model whose forwards over many positions are wrong at one of them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 
 class WrongInWideForwards(nn.Module):
-    """Makes the best token the worst in one row of forwards of exactly `width` rows."""
+    """Makes the best token the worst at index `row` of forwards over `width` tokens."""
 
     def __init__(self, model: nn.Module, row: int, width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -25,8 +25,8 @@ from mlx_speculation.training.unroll import Made, Read, Recorded, attend_split, 
 class EagleTrainee(NewHead):
     """An EAGLE-3 head in training.
 
-    It drafts `ids` and reads `layers` of the target (None: the usual three). `config`
-    is the target's. For errors see `check_trainee`.
+    It can draft the token ids `ids`, and reads `layers` of the target (None:
+    `usual_layers`). `config` is the target's. For errors see `check_trainee`.
     """
 
     kind = "eagle"
@@ -80,6 +80,8 @@ class EagleTrainee(NewHead):
 
 def usual_layers(count: int) -> tuple[int, ...]:
     """Return the layers that SpecForge's heads read: an early, a middle, a late one.
+
+    With fewer than 6 layers, these are all.
 
     Raises:
         UnsupportedModelError: the target has too few layers.

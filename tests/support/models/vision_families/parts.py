@@ -29,7 +29,10 @@ def sized(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def patches(width: int, grid: str = "image_grid_thw", time: bool = True) -> Pixels:
-    """Patches [all, width] of images of any size, and the rows and columns of each."""
+    """Patches [all, width] of images of any size, and the grid of each image.
+
+    A grid is the numbers of rows and columns of patches, after a 1 with `time`.
+    """
 
     def made(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
         count = sum(down * across for down, across in sizes)
@@ -70,7 +73,8 @@ class TinyFamily:
     pixels: Pixels = square  # makes the tensors of images of these sizes
     slots: Callable[[Size], int] = four  # number of slots of an image
     frame: tuple[list[int], list[int]] = ([START], [END])  # ids around the slots
-    located: Callable[[mx.array], dict[str, mx.array]] | None = None  # slots' places
-    image: int = IMAGE  # id of a slot, or of an image (-200)
+    # Returns the tensors that say where the slots are, from a prompt's ids [1, n]
+    located: Callable[[mx.array], dict[str, mx.array]] | None = None
+    image: int = IMAGE  # id in each slot; -200: one slot for a whole image
     adapt: Callable[[Any], None] | None = None  # shrinks parts that configs cannot
     config: dict[str, Any] = field(default_factory=dict)  # without `model_type`

@@ -57,8 +57,8 @@ def keys_values(
 ) -> tuple[Array, Array]:
     """Rotated keys and values [rows, nkv, hd].
 
-    Gemma 4 norms values without a weight. When the file has no v_proj, the values are
-    the output of k_proj before the norm and the rotation of keys.
+    Gemma 4 normalizes values, without a weight. When the file has no v_proj, the values
+    are the output of k_proj before the norm and the rotation of keys.
     """
     shape = len(x), body.kv_heads, -1
     keys = linear(weights, f"{layer}.self_attn.k_proj", x).reshape(shape)
