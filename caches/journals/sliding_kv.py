@@ -7,7 +7,7 @@
 If the buffers lack room, a write makes new ones, and copies into them all rows of the
 open round and the whole window before the round. So any prefix can still be kept, and a
 rollback puts the old buffers back. The journal refers to the cache's array objects
-themselves: such a reference does not make a write copy the buffer.
+themselves, so that writes still change the buffers in place.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ class PresentedSliding(SlidingKVCache):
     def make_mask(
         self, n: int, window_size: int | None = None, return_array: bool = False
     ) -> Any:
-        """Return the mask; in a round, its window is at most `max_size` rows."""
+        """Return the mask; if a commit may drop rows, cut its window to `max_size`."""
         if window_size is not None and not self._whole:
             window_size = min(window_size, self.max_size)
         if self._steps is not None:

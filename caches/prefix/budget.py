@@ -32,8 +32,9 @@ class Budget:
 
     def __init__(self, max_bytes: int | None) -> None:
         self._max_bytes = max_bytes
-        # `stored` is the bytes in the tree. `level` is the highest cost so far
-        # of an evicted node or of a request without room; it is added to later costs.
+        # `stored` is the bytes in the tree. `level` is the highest cost so far of an
+        # evicted node, or of a request that found no room in `BoundedTree.store`. It is
+        # added to later costs.
         self.stored, self.evictions, self.level = 0, 0, 0.0
         self.running: weakref.WeakSet[RunningPoints] = weakref.WeakSet()
 

@@ -3,9 +3,9 @@
     prefixes = PrefixCache(max_bytes=4 << 30)
     generator = SpeculativeGenerator(model, tokenizer, prefix_cache=prefixes)
 
-Restore points of running streams use the byte budget until they are stored or the
-stream is gone. Streams of several threads can share a prefix cache: its arrays are
-evaluated and never change, and a lock guards the tree.
+The byte budget includes the restore points of running streams. Streams of several
+threads can share a prefix cache: its arrays are evaluated and never change, and a lock
+guards the tree.
 """
 
 import os
@@ -179,7 +179,7 @@ class PrefixCache:
             self._tree.add_point(points, point)
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return stored answers if `tokens` leave the tree in one; see `PrefixTree`."""
+        """Return answers if `tokens` stop matching inside one; see `PrefixTree`."""
         with self._alone():
             if self._disk is not None:
                 self._disk.link()

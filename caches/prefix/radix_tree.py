@@ -136,12 +136,12 @@ class PrefixTree:
         return result, matched
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return the target's answers, if `tokens` leave the tree inside an answer.
+        """Return the target's answers, if `tokens` stop matching inside one.
 
         The results are the number of tokens before that answer, and all answers that
         begin there, the longest first. An answer's prefix is one of the answers if it
-        ends at a node. If `tokens` leave the tree elsewhere or not at all, the
-        results are 0 and an empty list.
+        ends at a node. If `tokens` stop matching elsewhere, or match up to the end of
+        a node, the results are 0 and an empty list.
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]

@@ -117,7 +117,10 @@ def meets_plans(caches: Sequence[Any]) -> bool:
 
 
 def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:
-    """Return the distinct numbers of columns that the layers' last writes returned."""
+    """Return the distinct numbers of columns that the layers' last writes returned.
+
+    Columns are the axis of positions: [rows, heads, columns, dim].
+    """
     result = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
     return tuple(sorted({leaf.shown for leaf in result}))
 

@@ -118,7 +118,7 @@ class Constrained:
         return path[len(ahead) :]
 
     def masks(self, ahead: Sequence[int], count: int) -> mx.array:
-        """Return the masks of rows after the last `count` prefixes of `ahead`.
+        """Return the masks of the rows after the `count` longest prefixes of `ahead`.
 
         The result is bool [count, ids]. `ahead` are token ids after the committed text;
         `count` is at most `len(ahead) + 1`.

@@ -24,7 +24,8 @@ from mlx_speculation.samplers.rules.probs import Odds, Rule, token_probs
 
 def _token_odds(target_probs: mx.array, draft: mx.array, drafted: mx.array) -> Odds:
     """Return the odds of each drafted token, given that all before it are accepted."""
-    # A token whose probability in the draft is 0 was not drawn from it: no coin passes.
+    # A token whose probability in the draft is 0 was not drawn from it; `passes` then
+    # lets no coin pass.
     part = token_probs(target_probs[..., :-1, :], drafted)
     shares = mx.ones(target_probs.shape[:-1], dtype=target_probs.dtype)
     return Odds(part, token_probs(draft, drafted), shares)

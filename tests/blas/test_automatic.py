@@ -60,7 +60,7 @@ def served_by(
     [
         "from mlx_speculation import Sampling",
         "import mlx_speculation; import mlx.core; mlx_speculation.Sampling",
-        *(  # the last two import transformers, which takes seconds
+        *(  # of these, the last two import transformers, which takes seconds
             pytest.param(program, marks=pytest.mark.slow)
             for program in (
                 "import mlx_speculation; mlx_speculation.Sampling",
@@ -99,8 +99,8 @@ def test_the_program_and_what_it_starts_keep_their_environment() -> None:
     assert run_python(code, **CLEAN) == ["True"]
 
 
-# The program imports no mlx-lm, which is slow to load. Its first line also blocks
-# torch: a further line would shift the line numbers that the tests expect.
+# The program imports no mlx-lm, which is slow to load. Torch is blocked in the line of
+# another import: one more line would shift the line numbers that the tests expect.
 MLX_FIRST = """import sys; sys.modules["torch"] = None; import mlx.core
 {use}
 import mlx_speculation

@@ -1,4 +1,4 @@
-"""Batches that pad their rows to one of a few numbers: shapes, costs, copies."""
+"""Batches padded to one of a few numbers of rows: shapes, costs, copies."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -192,7 +192,7 @@ def let_draft(batch: BatchGenerator, length: int) -> None:
 
 
 def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
-    """Read at once, missed tokens would nearly always make a new width."""
+    """Read in one forward, missed tokens would nearly always have a new width."""
     made = bench("llama")
     widths, contents = {}, []
     for sizes in (True, False):
@@ -289,7 +289,7 @@ def test_a_round_that_fails_for_all_is_run_again(
     cases = [Case(2, sampling, 12) for sampling in SAMPLINGS[:5]]
     for case in cases:
         made.text(case.prompt, case.sampling)
-    for forward in forwards:  # after those of the prompts
+    for forward in forwards:  # those before read the prompts
         with BatchGenerator(made.generator("model"), row_sizes=True) as batch:
             rows = {made.insert(batch, case): case for case in cases}
             with Watched(made.model, forward), pytest.raises(KeyboardInterrupt):

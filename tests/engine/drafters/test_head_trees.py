@@ -35,7 +35,7 @@ CASES = [
     *((name, "specforge") for name in TARGETS),
     *(("llama", dialect) for dialect in HEADS if dialect != "specforge"),
 ]
-# A test below compares the levels of all heads with chains.
+# Other heads are slow here, since a test below compares the levels of all with chains.
 QUICK = [*CASES[: len(TARGETS)], ("llama", "whole")]
 TARGETED = DraftedTargets(TOKENS, {"llama": 4})
 

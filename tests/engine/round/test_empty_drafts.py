@@ -102,7 +102,7 @@ def test_any_plan_of_drafts_gives_the_text_and_the_caches(
 
 
 def test_what_is_drafted_behind_a_step() -> None:
-    """`limit` counts the guess of the step's token; `settle` counts a right guess."""
+    """`limit` includes a guess of the step's token, and `settle` a right guess."""
     model, text = known("llama")
     first = len(PROMPT)
     # Two plain steps. Then, behind the third, a draft of five tokens: a guess of the

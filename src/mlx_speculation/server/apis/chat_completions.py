@@ -1,4 +1,4 @@
-"""Chat Completions: bodies with the fields that agents add, chunks and messages.
+"""Chat Completions: request bodies, and answers as chunks or whole messages.
 
 Unknown fields of messages are ignored: agents add fields to the answers that they send
 back.
@@ -65,7 +65,7 @@ class ChatMessage(RequestModel):
     reasoning: Loose = ""
 
     def add_to(self, conversation: Conversation, where: str) -> None:
-        """Add this message, with the reasoning and the calls of an earlier answer."""
+        """Add this message; that of an assistant with its reasoning and its calls."""
         said = [*self.content]
         if self.role == "assistant":
             thought = self.reasoning_content or self.reasoning
