@@ -62,7 +62,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"models/mtp", "models/eagle", "models/dflash", "models/gemma_assistant"},
         {"models/dflash2", "models/dspark"},  # built on DFlash
         {"models/vision"},
-        {"models/load_model"},  # it leaves out the tensors of an MTP head
+        {"models/load_model"},  # recognizes heads, and loads vision models
     ],
     "engine": [
         {
@@ -131,14 +131,14 @@ NAMED_ALIKE = {
     "config": "options or config.json, checked",
     "probe": "which convention a drafter was trained with",
     "generator": "what a user makes, for one request or for many",
-    "calibrate": "measures the costs of rounds, and its command",
+    "calibrate": "the measurement of rounds' costs, and the command for it",
     "attention": "attention in a round: CPU, CUDA",
     "registration": "what a sealed room serves",
     "request": "one request",
     "options": "what a caller asks for",
     "stream": "one running generation, and its options",
     "registry": "the table of the kinds that are known",
-    "families": "which families are known, and what of them",
+    "families": "the known families, and what is known about each",
     "restore_points": "states that are taken on the way",
     "ragged_kv": "RaggedKVCache and its journal",
     "sliding_kv": "SlidingKVCache and its journal",

@@ -8,7 +8,8 @@
            1.KEY the user's value of KEY, 2.I class names
 
 If the window of a `LayerCache` is not full, `state` does not show the window's size.
-The size then comes from the metadata of `extension` or from the live caches `like`.
+The size then comes from the `window_sizes` that `extension` has added to the metadata,
+or from live caches.
 In the 0.31 layout, missing offsets are computed from the keys, a `ChunkedKVCache` that
 has dropped rows is refused, and an `ArraysCache` is loaded without lengths and
 left_padding.

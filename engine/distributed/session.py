@@ -13,8 +13,10 @@ In each exchange a rank may send "left" instead, followed by the text of the err
 has ended the stream on that rank. All ranks then end the stream, and the group remains
 usable.
 
-A stream that is dropped sends nothing. The ranks agree before each forward, so no rank
-waits for a forward that another rank never runs.
+A stream that is garbage-collected before it has ended sends nothing.
+
+The ranks agree before each forward, so no rank waits for a forward that another rank
+never runs.
 """
 
 import hashlib
@@ -152,8 +154,8 @@ class RankSession:
         """Record the end of the stream, and tell the other ranks of an `error`.
 
         Raises:
-            RankLostError: rank 0 has failed to verify, and has sent unusable rows. On
-                the other ranks, this error replaces the error that such rows cause.
+            RankLostError: `error` was caused by unusable rows, which rank 0 sends if
+                it fails to verify. RankLostError names the error of rank 0.
         """
         running, self._ended = self.running, True
         if not running or error is None:
@@ -192,7 +194,10 @@ class RankSession:
         return rows
 
     def _raise_left(self, texts: Sequence[str], message: str) -> None:
-        """Raise RankLostError, unless this rank's own error is of the same type."""
+        """Raise RankLostError with the first of `texts`, the errors of all ranks.
+
+        Return if `message`, the text of this rank's own error, names the same type.
+        """
         rank = next(rank for rank, text in enumerate(texts) if text)
         if texts[rank].partition(":")[0] == message.partition(":")[0]:
             return

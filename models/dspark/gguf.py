@@ -1,4 +1,4 @@
-"""DSpark drafters in GGUF files (PrismML's), converted to the usual names.
+"""DSpark drafters in GGUF files (PrismML's), converted to DeepSpec's names.
 
 The files do not say whether their list of layers counts layers from 0, or entries of
 the tuple of hidden states, which begins with the embeddings. The list is read as layers

@@ -52,7 +52,7 @@ _SCALED = frozenset(
 )
 
 # The check's number of known tokens, and the parents of the nodes of its tree. The last
-# rows have small depths, so their positions differ much from their places.
+# rows have small depths, so their positions are much smaller than their indices.
 _PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
 # The bound on differences of rows, in standard deviations of their logits: `_TIMES`
 # times the difference between one chain fed in two ways, but at least `_LEAST_HALF` in
@@ -85,8 +85,8 @@ def tree_rows(parents: mx.array, levels: int, lead: int = 1) -> TreeRows:
 
     `lead` tokens (at least 1) are fed as a chain before the nodes, so there are lead +
     nodes rows. The first has depth 0. `parents`, int32 [nodes], has the parent of each
-    node, smaller than the node. -1 means the last token of the chain. `levels` is the
-    largest depth of a node, counted from 1.
+    node, smaller than the node. -1 means the last token of the chain. `levels` is at
+    least the number of steps from any node to the last token of the chain.
     """
     chain = mx.arange(-1, lead - 1, dtype=mx.int32)
     above = mx.concatenate([chain, parents.astype(mx.int32) + lead])
@@ -177,7 +177,7 @@ def keep_path(lane_round: LaneRound, rows: Sequence[int], *, shown: bool) -> Non
 
 
 class TreeHooks(Hooked):
-    """The hooks on the rotary embeddings of one model, for the life of their owner."""
+    """The hooks on the rotary embeddings of one model, until `remove` is called."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(_hooks(model))

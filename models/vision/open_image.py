@@ -74,7 +74,7 @@ def data_of_url(url: str, limits: ImageLimits = USUAL_LIMITS) -> bytes:
     kind, *more = head.removeprefix("data:").lower().split(";")
     if not comma or "base64" not in more or not kind.startswith("image/"):
         raise InvalidRequestError(
-            f"The data URL begins with {_cut(head)!r}, and data:image/...;base64, is "
+            f"The data URL begins with {_cut(head)!r}, but 'data:image/...;base64,' is "
             "needed."
         )
     _check_bytes(len(body) * 3 // 4, "of the data URL", limits)

@@ -23,7 +23,7 @@ INSTEAD = {
     r"\bwant of memory\b": "out of memory",
     r"\bmend(s|ed)?\b": "fix",
     r"\bset aside\b": "disabled",
-    r"\bhear(s|d|ing)?\b": "write listener, prefill_progress",
+    r"\bhear(s|d|ing)?\b": "listener, prefill_progress",
 }
 
 

@@ -137,9 +137,8 @@ class CompletionFace(Face):
     """Legacy completions, from which chats differ in a few methods."""
 
     prefix = "cmpl"
-    # Of an answer, and of a chunk: the value of `object`, and the field of the text
-    kinds = ("text_completion", "text_completion")
-    fields = ("text", "text")
+    kinds = ("text_completion", "text_completion")  # `object` of an answer, a chunk
+    fields = ("text", "text")  # the field of the text in an answer, in a chunk
     last: ClassVar[Any] = ""  # the piece in the last chunk of a text
 
     def __init__(self, body: OpenAIBody, settings: Settings) -> None:
@@ -257,7 +256,7 @@ class CompletionFace(Face):
 
 
 def _by_text(top: Sequence[Token]) -> dict[str, float]:
-    """Return, for each text, the log-probability of its most probable token."""
+    """Return the log-probabilities by token text; of equal texts, the first one's."""
     values: dict[str, float] = {}
     for one in top:
         values.setdefault(one.text, one.logprob)

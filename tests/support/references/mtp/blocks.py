@@ -76,7 +76,7 @@ class TorchLayer:
         kinds = getattr(config, "layer_types", None)
         kind = kinds[self.index] if kinds else "full_attention"
         if kind == "sliding_attention":
-            # The window of mlx-lm; in MiMo-V2 transformers' is larger by one.
+            # mlx-lm's window. That of transformers is larger by one for MiMo-V2.
             text = {**family.text, **self.changes}
             window = text.get("sliding_window_size") or text["sliding_window"]
             seen = seen & (keys > queries - window)
