@@ -64,12 +64,11 @@ class TreeView:
         seen = mx.broadcast_to(mx.array(True), (N, before))
         visible = rows.seen
         if window is not None:
-            # In a chain, row i would be in column `before` + level + depths[i].
-            level = rows.shift + rows.seen.shape[1] - N
-            reach = rows.depths[:, None] + (level - window)
+            # In a chain, row i would be in column `before` + depths[i]. Only heads
+            # draft level by level, and heads with windows draft no trees.
+            reach = rows.depths[:, None] - window
             seen = mx.arange(before)[None] > before + reach
-            if visible.shape[1] == N:
-                visible = visible & (rows.depths[None] > reach)
+            visible = visible & (rows.depths[None] > reach)
         mask = mx.concatenate([seen, visible], axis=1)
         # If keys are padded to whole steps, there are more columns than written rows.
         shown: int = written if native is None else native.shape[-1]
