@@ -55,7 +55,7 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
     matches.
 
     Raises:
-        ModelFolderError: a file that the index names is missing or not in the folder;
+        ModelFolderError: the index names a file that is missing or outside the folder;
             or, without an index, two files hold the same tensor.
     """
     index = folder / INDEX

@@ -1,4 +1,4 @@
-"""Reading rows of another model's cache, as a drafter does.
+"""Reading rows of the target's caches, for a drafter that attends to them.
 
     keys, values = read_rows(cache, stop, 512)    # positions [stop - 512, stop)
 

@@ -25,7 +25,8 @@ from mlx_speculation.engine.draft_length.costs import Source, few_lengths
 # Credits, and the share that each plain step adds, all in plain steps.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
-# First credit, largest credit and share of a batch: it may end soon after a loss.
+# First credit, largest credit and share of a batch. They are small, since a batch may
+# end before it has won back a loss.
 BATCH_CREDIT = (0.6, 1.0, 0.01)
 LEAST_GAIN = 1.2  # least speed of a fully accepted draft, relative to plain steps
 FIRST_LENGTH = 2  # the longest draft before any is measured
@@ -34,7 +35,7 @@ SLOWEST = 2.0  # a round's seconds count as at most this many times the usual on
 REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
 MEMORY = 500.0  # the usual rate is an average over about this many plain steps
 
-Survival = Sequence[float]  # of each token; empty without a proposal
+Survival = Sequence[float]  # of each token that a source offers; can be empty
 Offers = Sequence[Sequence[Survival]]  # for each request, one for each source
 
 
@@ -79,7 +80,9 @@ class DraftRule:
         self.late = len(sources) > 1 or any(one.free for one in sources)
         self._measure = 1  # plain steps to measure before the next draft
         self._since_plain = 0  # rounds with drafts since a plain step was measured
-        self._cold = 0.0  # seconds of the first of several plain steps; 0: not known
+        # Seconds of a plain step that began with no step in flight and submitted the
+        # next one; 0: not known
+        self._cold = 0.0
         self._unread = True  # whether the drafters have yet to read the prompt
 
     def choose(
@@ -87,7 +90,8 @@ class DraftRule:
     ) -> Plan:
         """Return the next round's plan; `behind`: whether a plain step is in flight.
 
-        `offers` None: free sources have yet to propose, and a draft is the longest.
+        `offers` None: free sources have yet to propose, so the plan allows the longest
+        draft.
         """
         longest = min(limit, self.longest)
         if longest <= 0:
@@ -139,9 +143,10 @@ class DraftRule:
     ) -> Iterator[Compared]:
         """Yield each source, with the lengths that may pay and that its credit allows.
 
-        A length is at most twice the longest measured one. A free draft costs at most
-        as much as a costly one. If a plain step is in flight, its token counts too, and
-        the first drafted token is a guess of that token.
+        A length is at most twice the longest measured one. For a free source, the costs
+        measured with other sources count too, as upper bounds. If a plain step is in
+        flight, its token counts too, and the first drafted token is a guess of that
+        token.
         """
         left = self._left_of_step(plain) if behind else 0.0
         for index, source in enumerate(self.sources):
@@ -173,7 +178,8 @@ class DraftRule:
 
     def _left_of_step(self, plain: float) -> float:
         """Return the seconds that a step in flight still needs when a round begins."""
-        # A CPU computes steps while submitting them; the first round submits two.
+        # `_cold` includes submitting two steps. A CPU computes a step while submitting
+        # it, so there `_cold` is 2 * plain, and nothing is left.
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
     def learn(self, context: int, plan: Plan, feedback: Feedback) -> None:
@@ -204,7 +210,7 @@ class DraftRule:
             seconds -= self._left_of_step(plain)
         if not feedback.fresh:
             costs.note(context, feedback.drafted, max(seconds, 0.1 * plain))
-        # A round on a busy machine says nothing about drafts
+        # Limited, so that a round on a busy machine does not use up the credit
         usual = costs.curve(context, feedback.drafted, plain)[-1]
         steps = min(seconds, SLOWEST * usual) / plain
         self.credit.add(index, gain + feedback.accepted + 1 - steps)

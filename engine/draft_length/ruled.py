@@ -73,8 +73,8 @@ class RuleDraftLength(DraftRule):
 class RuledDrafter(CascadeDrafter):
     """Drafters, in the order of the sources, of which the rule picks one in each round.
 
-    A batch decides for all its requests: it calls `offer` of each drafter, and sets
-    `chosen` to a source and a length before it calls `propose`.
+    A batch decides for all its requests: it calls `offer` of each request's object, and
+    sets `chosen` to a plan before it calls `propose`.
     """
 
     def __init__(
@@ -100,7 +100,10 @@ class RuledDrafter(CascadeDrafter):
     def offer(
         self, sequence: Sequence, limit: int, choose: Choose, *, costly: bool = True
     ) -> list[Survival]:
-        """Let free sources propose; return survivals, () for others if not `costly`."""
+        """Let free sources propose, and return the survival of each source.
+
+        Unless `costly`, the survival of a costly source is ().
+        """
         nothing: list[Survival] = [()] * len(self._drafters)
         offered = self._lengths.survivals() if costly else nothing
         self._proposals = {}
@@ -177,7 +180,8 @@ class BatchDraftLength:
     ) -> list[int]:
         """Return how many tokens each request may draft, at most its entry of `room`.
 
-        `context` is the longest request's; `size` counts padded rows; None: no padding.
+        `context` is the longest request's. `size` is the number of rows of the forward,
+        padding included; None: that of the requests, rounded up.
         """
         bucket = row_bucket(len(rows)) if size is None else size
         if bucket != self.bucket:

@@ -91,8 +91,8 @@ class SharedHead(SharedDrafter):
     def _most(self, limits: list[int]) -> list[int]:
         """Return the limits; 0 for requests that lack the state a draft begins with.
 
-        It is the state of the token before the newest one. It is missing if that token
-        came from a cache, or if there is only one token.
+        It is the state of the token before the newest one. It is missing if a restored
+        cache already held that token, or if there is only one token.
         """
         pairs = zip(limits, self._counts(), strict=True)
         return [limit if count > 0 else 0 for limit, count in pairs]

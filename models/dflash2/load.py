@@ -32,12 +32,12 @@ def load_dflash2(
     Raises:
         InvalidRequestError: `anchor` is "samples".
         ModelFolderError: the drafter is of another kind or target, or not complete.
-        ConventionError: the drafter scores no better than chance on any layers.
+        ConventionError: the drafter is no better than chance, whatever layers it reads.
     """
     if anchor == "samples":
         raise InvalidRequestError(
-            f"anchor is 'samples', but each row of a {NAME} predicts the token at its "
-            "own position, which is 'given'. Leave anchor out."
+            f"anchor is 'samples', but a {NAME} has anchor 'given': each row predicts "
+            "the token at its own position. Leave anchor out."
         )
     folder = Path(folder).expanduser()
     config = read_config(folder)

@@ -67,7 +67,7 @@ def load_eagle_head(
 
     Raises:
         ModelFolderError: the head is of another kind or target, or not complete.
-        ConventionError: the head scores no better than chance on any layers.
+        ConventionError: the head is no better than chance, whatever layers it reads.
     """
     folder = Path(folder).expanduser()
     config, weights = read_config(folder), read_tensors(folder, NAME)

@@ -1,7 +1,7 @@
 """Attention of a round, in place of the function that a model's layers call.
 
 mlx-lm's layers call attention by a global name. In a round, a hooked layer runs a copy
-of its code in which this name is bound to the room's `attend` (`models.device_ops`). A
+of its code in which this name is bound to `DeviceOps.attend` (`models.device_ops`). A
 layer gets no hook if other code has already bound this name to another function.
 """
 

@@ -55,7 +55,7 @@ class Run:
 
     @property
     def timed(self) -> int:
-        """Number of tokens that arrived while the clock ran."""
+        """Number of tokens in `slices`, without those of the first token's round."""
         return sum(count for count, _ in self.slices)
 
     @property
@@ -140,7 +140,7 @@ def mlx_lm_arms(bench: Bench, lengths: list[int]) -> list[Arm]:
 
 def run_by_turns(bench: Bench, arms: list[Arm], job: Job) -> dict[str, Run]:
     """Let arms decode a job in turns of one slice of tokens."""
-    with wired(bench.model):  # the arms' own wired limits end in any order
+    with wired(bench.model):  # so the limit stays the same, whichever arm ends first
         settle()
         runs = {arm.name: arm.begin(job) for arm in arms}
         number = 0

@@ -106,7 +106,7 @@ def _speed(facts: Facts) -> Iterator[Advice]:
         yield Advice(
             "slow",
             f"{CUDNN} is '0': prompts are read several times slower without cuDNN",
-            f"unset {CUDNN}; doctor then says which models need it",
+            f"unset {CUDNN}; doctor then says which models need the '0'",
         )
     yield from _threads(facts)
 
@@ -167,7 +167,7 @@ def _notes(facts: Facts) -> Iterator[Advice]:
     if facts.mlx_error is None and not kept:
         yield Advice(
             "note",
-            f"costs of rounds cannot be kept ({facts.cache_folder or 'nowhere'}), so "
-            "each process measures them again",
+            f"costs of rounds cannot be kept in {facts.cache_folder or 'any folder'}, "
+            "so each process measures them again",
             "set MLX_SPECULATION_CACHE to a folder of yours",
         )

@@ -333,8 +333,8 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             "note",
             "OPENBLAS_NUM_THREADS is 3, and this process may use 4 cores: beside",
         ),
-        ({"cache_writable": False}, "note", "cannot be kept (somewhere)"),
-        ({"cache_folder": None}, "note", "cannot be kept (nowhere)"),
+        ({"cache_writable": False}, "note", "cannot be kept in somewhere,"),
+        ({"cache_folder": None}, "note", "cannot be kept in any folder,"),
     ],
 )
 def test_doctor_says_what_to_do(changes: Any, level: str, said: str) -> None:

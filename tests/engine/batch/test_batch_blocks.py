@@ -82,7 +82,7 @@ def test_a_round_of_eight_is_one_forward_of_the_drafter(
 
 
 def test_a_mask_of_one_text_for_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one mask for all rows, a shorter row sees the keys after its end."""
+    """`compare` fails with such a mask: a shorter row sees the keys after its end."""
     plain = attention._mask
 
     def of_one(size: int, rows: int, window: Any, causal: bool, start: Any) -> Any:

@@ -143,7 +143,7 @@ class ResponsesBody(TextOptions):
             if name in values:
                 raise invalid(
                     f"{name} is given, and this server stores no responses. Send the "
-                    "items of the turns before in input.",
+                    "items of earlier turns in input.",
                     name,
                     code=code,
                 )
