@@ -1,8 +1,8 @@
-"""Verdict on exact mode: are the measured rows equal bit for bit?
+"""Verdict on exact mode: do the bits of a row depend on its place in the forward?
 
-`mlx-speculation check --exact` writes the verdict beside the costs of rounds, to one
-file for each machine, mlx version, target and number of rows. A generator in exact mode
-refuses a model whose rows have differed.
+`mlx-speculation check --exact N` writes the verdict beside the costs of rounds, to one
+file for each machine, mlx version, target and N. A generator in exact mode refuses a
+model whose rows have differed.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,10 +22,10 @@ _VERSION = 1
 class ExactVerdict:
     """Verdict on one target."""
 
-    rows: int  # compared rows
+    rows: int  # how many rows of logits were compared
     differing: int  # rows that differ in a bit
     largest: float  # the largest difference of a logit
-    context: int  # number of positions that were tried
+    context: int  # the longest context that was tried, in positions
     plain_seconds: float  # time of a step without exact mode
     exact_seconds: float  # time of a step in exact mode, with a draft or without
 

@@ -20,7 +20,8 @@ from mlx_speculation.errors import ContextLengthNotice, InvalidRequestError
 from mlx_speculation.models.vision import ImagePrompt
 from mlx_speculation.samplers import Rows
 
-CONTEXT = 8  # tokens decoded before an answer, so that a space at its start is kept
+# Tokens before an answer that are decoded with it, so that a space at its start is kept
+CONTEXT = 8
 MOST = 64  # largest number of answers that are compared at one place of a prompt
 
 # Text, token ids, the messages of a chat, or an image processor's output.
@@ -29,17 +30,17 @@ Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]] | ImagePrompt
 
 @dataclass(slots=True)
 class Sequence:
-    """The known tokens: those in the passed cache, the prompt, and the emitted ones."""
+    """The known tokens: `cached_tokens` if passed, the prompt, and the emitted ones."""
 
     tokens: list[int]
-    # How many unknown tokens of a passed prompt cache precede `tokens`
+    # Tokens in a passed prompt cache whose ids are unknown; they precede `tokens`
     start: int = 0
     # Runs of tokens that stand for images, each as [start, stop)
     images: tuple[tuple[int, int], ...] = ()
     prediction: SequenceOf[int] = ()  # an expected answer, which lookups search
 
     def rows(self, ahead: mx.array | None = None, count: int = 1) -> Rows:
-        """Return the prefixes of `count` rows; the last row follows all of `ahead`."""
+        """Return `count` rows; the last follows the known tokens and all of `ahead`."""
         return Rows(self.tokens, ahead, count, self.start)
 
 

@@ -34,8 +34,8 @@ _lock = threading.RLock()
 _changing = False
 _left: list["Hooked"] = []
 
-# Hooked modules by id, with the hook of each rank and its number of owners. Attributes
-# of the modules would be copied with the modules.
+# Hooked modules by id, with the hook of each rank and its number of owners. These are
+# no attributes of the modules, since copies of the modules would have them too.
 _registry: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
 
 

@@ -2,8 +2,8 @@
 
 Each public function gets a cache whose numbers are not negative. It returns None if the
 fields break one of the conditions below. Else it returns the number of rows in use,
-and the caller cuts off the other rows. For the last two kinds of the table, which have
-no unused rows, it returns 0.
+and the caller cuts off the other rows. The last two kinds of the table have no rows to
+cut off: for them, the result 0 only says that the conditions hold.
 
 | kind | conditions, with R rows in keys and values |
 |---|---|
@@ -32,9 +32,9 @@ MISFIT = -1  # the result of `_rows` for keys and values that do not fit
 
 
 def _is_float(array: Any, ndim: int) -> bool:
-    """Return whether `array` holds floats and has `ndim` axes.
+    """Return whether `array` holds floats, and has `ndim` axes that fit.
 
-    Only its last 2 axes can have length 0.
+    Axes of length 0 fit only among the last 2.
     """
     fits = isinstance(array, mx.array) and array.ndim == ndim
     return fits and array.dtype in FLOATS and 0 not in array.shape[: ndim - 2]

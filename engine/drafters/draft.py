@@ -265,7 +265,7 @@ def check_embedding(module: Any, highest: int) -> None:
 
 
 def shape_of(model: nn.Module) -> str:
-    """Return a digest of a model's module and its parameters' names, shapes, dtypes."""
+    """Return a digest of a model's Python module, parameter names, shapes, dtypes."""
     digest = hashlib.sha256(f"{type(model).__module__}\n".encode())
     arrays: Any = tree_flatten(model.parameters())
     for name, array in sorted(arrays, key=itemgetter(0)):

@@ -2,8 +2,8 @@
 
 - A `Draft` is used as it is, except that the members of a cascade are adapted.
 - An mlx-lm model becomes a `ModelDraft`.
-- An object with the methods of a `Drafter` becomes a `CustomDraft`, which opens a
-  `CustomDrafter`.
+- An object with the methods of a `Drafter` becomes a `CustomDraft`; each stream wraps
+  the object in a `CustomDrafter`.
 """
 
 from collections.abc import Callable

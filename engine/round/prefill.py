@@ -1,4 +1,4 @@
-"""Prefill: the target reads the prompt, and the drafter before its first draft."""
+"""Prefill: the target reads the prompt; the drafter reads it before its first draft."""
 
 import time
 from collections.abc import Callable

@@ -132,9 +132,9 @@ class Notes(Observer):
         counts = {tap.key: len(self._seen[tap.key]) / tap.calls for tap in self._taps}
         if len(set(counts.values())) > 1 or any(n % 1 for n in counts.values()):
             raise UnsupportedModelError(
-                f"The observed modules have seen {counts} forwards, which should be "
-                "one whole number. Make the HiddenStates after the last change to the "
-                "model's modules, and let forwards end inside the block."
+                f"The observed modules have seen {counts} forwards, but all should "
+                "have seen the same whole number. Make the HiddenStates after the last "
+                "change to the model's modules, and let forwards end inside the block."
             )
         lasts = [self._seen[tap.key][tap.calls - 1 :: tap.calls] for tap in self._taps]
         keys = [tap.key for tap in self._taps]

@@ -4,10 +4,10 @@ Let a head with one layer hold positions 0 to m - 1 of n positions of committed 
 round writes positions m to n - 1, and one position for each drafted token after the
 first. A commit keeps positions m to n - 1, whichever tokens are accepted.
 
-In a chain each layer drafts one token, and has its own cache. Layer k reads the states
-of layer k - 1 at the same positions, and the tokens k places further on. So the last k
-positions of layer k read drafted tokens, and are not kept. The states of layer k - 1 at
-these positions wait for the next round:
+In a chain each layer drafts one token, and has its own cache. At position p, layer k
+reads the state of layer k - 1 and the token at p + k + 1. So the last k positions of
+layer k read drafted tokens, and are not kept. The states of layer k - 1 at these
+positions wait for the next round:
 
     n = 6, two layers             layer 0            layer 1
     held before the round         0 to 2             0 to 1; 2 waits
@@ -190,7 +190,7 @@ class HeadRound:
                 continue
             if choose is not None and len(texts) > 1:
                 out = mtp.ragged(part, tokens, caches, layer, widths)
-            else:  # `rows`, if a next layer reads all positions, now or later
+            else:  # `mtp.rows` has all positions, which a next layer reads
                 out = (mtp.step if last else mtp.rows)(part, tokens, caches, layer)
             if choose is not None:
                 drafts.append(choose(out.logits[:, -1]))

@@ -87,7 +87,7 @@ class RecurrentSlots:
         self, slot: int, source: mx.array, width: int, *, lengths: Any = None
     ) -> mx.array:
         """Keep the last `width` rows of `source` [batch, width + rows, ...]."""
-        assert lengths is None, "one sequence has no lengths"
+        assert lengths is None, "`lengths` is for batches"
         rows = source.shape[1] - width
 
         def after(keep: int) -> mx.array:

@@ -162,7 +162,7 @@ def check(
 
 
 def test_a_draft_after_the_end_of_a_text_leaves_no_call() -> None:
-    """A draft is verified behind a step in flight whose token ends the text."""
+    """The token of a step in flight ends the text; a draft after it is verified too."""
     check({"temperature": 0.0, "seed": 0}, "lookup", 1, ["forkable"], {1})
 
 

@@ -16,7 +16,7 @@ gcc = pytest.mark.skipif(
     not in subprocess.run(["g++", "--version"], capture_output=True).stdout
     if shutil.which("g++")
     else True,
-    reason="other compilers take no such file",
+    reason="the script precompiles for GCC only",
 )
 
 

@@ -117,7 +117,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.cuts and self.position > 1)
     @rule(data=st.data(), width=st.integers(0, 4))
     def trim_and_write(self, data: st.DataObject, width: int) -> None:
-        # A cache that is trimmed to 0 rows keeps its buffers; a new one has none.
+        # At least one row stays: trimmed to 0 rows, a cache keeps its buffers, and its
+        # new twin has none.
         rows = data.draw(st.integers(1, min(6, self.position - 1)))
         for leaf in flat([self.cache]):
             if isinstance(leaf, ConcatenateKVCache):  # its trim leaves rows visible
@@ -150,7 +151,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), how=st.sampled_from(["part", "whole", "copy", "drop"]))
     def change(self, data: st.DataObject, how: str) -> None:
-        """Cut and join, copy, or drop a snapshot. A cut can keep the first part too."""
+        """Cut and join, copy, or drop a snapshot; "part" also adds the first part."""
         one = data.draw(st.sampled_from(self.taken))
         at = data.draw(st.integers(0, one.snapshot.stop))
         if how == "drop":

@@ -161,7 +161,7 @@ def of_assistant(target: str, head: str) -> Kind:
 
 EAGLES = [
     *(("specforge", name) for name in ("llama", "qwen3_5", "gemma3_text")),
-    # The authors' files name no layers; of a target's four, heads read 0, 2 and 3.
+    # The authors' files name no layers, so 0, 2 and 3 of the target's 4 are read.
     ("authors", "qwen3_5"),
     *((d, "llama") for d in DIALECTS if d not in ("specforge", "authors")),
 ]

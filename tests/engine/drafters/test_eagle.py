@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target"
 
 TOKENS = 16
 LAYERS = {"llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
-# Most heads here read layers 0, 1 and 3.
+# Most heads here read layers 0, 1 and 3, so these targets get 4 layers.
 DEPTHS = {"llama": 4, "qwen3_5": 4}
 
 
@@ -52,7 +52,7 @@ def draft_of(dialect: str, name: str) -> Any:
 OTHERS = [dialect for dialect in DIALECTS if dialect != "specforge"]
 CASES = [
     *(("specforge", name) for name in TARGETS),
-    # The authors' files name no layers; of a target's four, heads read 0, 2 and 3.
+    # The authors' files name no layers, so 0, 2 and 3 of the target's 4 are read.
     *((dialect, "qwen3_5" if dialect == "authors" else "llama") for dialect in OTHERS),
     *((dialect, name) for dialect in PARALLEL for name in TARGETS),
 ]

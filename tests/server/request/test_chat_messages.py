@@ -43,7 +43,7 @@ def chat_tokenizer() -> TokenizerWrapper:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<end>"
     )
-    fast.add_tokens(["<think>", "</think>"])  # both are in the vocabulary already
+    fast.add_tokens(["<think>", "</think>"])  # known ids, now never split
     return TokenizerWrapper(
         fast,
         BPEStreamingDetokenizer,

@@ -66,7 +66,10 @@ class SmallModelTrainee(Trainee):
         return []
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
-        """Draft from all slots after recorded tokens; ignore `text.checkpoint`."""
+        """Draft from all slots, each token after recorded ones; see `Trainee.run`.
+
+        `text.checkpoint` is ignored.
+        """
         tokens, depths = text.tokens, text.depths
         n = self.slots(tokens, depths)
         check_positions(tokens.shape[1] - 1, 0, self._positions)
