@@ -50,12 +50,12 @@ class _NoiseOfNodes:
 
 
 def serves_trees(verifier: Verifier) -> bool:
-    """Return whether a request's choices follow from row and position alone."""
+    """Return whether a row and its position determine what a request chooses."""
     # `shared` is None with processors (logit bias and penalties included), with the
     # user's sampler, and with rejection and block verification, which decide on chains
     # only. XTC draws its random numbers for the rows of a chain.
-    alone = verifier.shared is None
-    return not alone and verifier.chooser.sampling.xtc_probability == 0
+    more = verifier.shared is None  # choices depend on more
+    return not more and verifier.chooser.sampling.xtc_probability == 0
 
 
 def verify_tree(
@@ -110,9 +110,10 @@ def best_children(
 ) -> tuple[mx.array, mx.array]:
     """Return the most likely choices of the target after each row, the best first.
 
-    These are token ids, uint32 [rows, count], and the logarithms of their
-    probabilities, float32 [rows, count]. The first is the choice of `Verifier.propose`.
-    Of columns whose numbers are equal modulo `FEW`, at most the best is returned.
+    These are token ids, uint32 [rows, count], and the log-softmax of their scores,
+    float32 [rows, count]. In sampling, the scores include the noise. The first id is
+    the choice of `Verifier.propose`. Of columns whose numbers are equal modulo `FEW`,
+    at most the best is returned.
     """
     chooser: Chooser = verifier.draft_chooser
     scores = logits

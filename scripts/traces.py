@@ -16,7 +16,8 @@ A chat model ends its texts itself; other texts end after --tokens. Arrays named
 `NAME/GROUP/...` have one row for each text of a pair, with zeros after its end:
     right     uint8 [texts, tokens], number of drafted tokens before the first wrong one
     found     uint8 [texts, tokens], number of drafted tokens
-    context   int32 [texts], number of tokens of the prompt; `tokens`: of the text
+    context   int32 [texts], number of tokens of the prompt
+    tokens    int32 [texts], number of tokens after the prompt
 The array `NAME/costs` has the costs of rounds that draft `NAME/lengths` tokens, in
 plain steps: processor time, which does not depend on other processes.
 """

@@ -27,8 +27,8 @@ class TreeRows(NamedTuple):
     # last columns belong to these rows. The columns before them belong to rows that the
     # round has already written.
     seen: mx.array
-    depths: mx.array  # int32 [rows], each row's position minus that of the first row
-    # Added to the cache's offset to get the rows' position; negative if the round has
+    depths: mx.array  # int32 [rows], each row's position minus that of row 0
+    # Added to the cache's offset to get row 0's position; negative if the round has
     # already written rows of other branches.
     shift: int = 0
 
@@ -64,8 +64,9 @@ class TreeView:
         seen = mx.broadcast_to(mx.array(True), (N, before))
         visible = rows.seen
         if window is not None:
-            # In a chain, row i would be in column `before` + depths[i]. Only heads
-            # draft level by level, and heads with windows draft no trees.
+            # A window counts positions: that of row i is the position of the chain's
+            # column `before` + depths[i]. Only heads draft level by level, and heads
+            # with windows draft no trees.
             reach = rows.depths[:, None] - window
             seen = mx.arange(before)[None] > before + reach
             visible = visible & (rows.depths[None] > reach)

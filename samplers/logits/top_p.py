@@ -1,4 +1,4 @@
-"""The edge of top-p, from the weights of the most probable tokens.
+"""The edge of top-p: the smallest probability that it keeps.
 
 Each probability is rounded to a whole multiple of 2**-31, and the multipliers are added
 up as integers. Unlike a float32 sum, such a sum does not depend on the order of its

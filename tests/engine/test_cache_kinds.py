@@ -62,7 +62,7 @@ def test_a_drafts_own_chunks_hold_what_was_kept_of_several_forwards() -> None:
 def test_a_callers_caches_hold_what_plain_decoding_leaves_in_them(
     kind: str, right: float
 ) -> None:
-    """Heads of 32 numbers are the smallest that can be quantized."""
+    """A head_dim of 32 is the smallest that can be quantized."""
     tiny = TINY_MODELS["llama"]
     model = build_tiny(replace(tiny, args={**tiny.args, "head_dim": 32}))
     prompt, native = prompt_of(13), [KINDS[kind]() for _ in model.layers]

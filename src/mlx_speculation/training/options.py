@@ -87,19 +87,21 @@ class TrainOptions:
     epochs: float = option(10.0, "Passes over the data, without --steps.", min=0.01)
     minutes: float | None = option(
         None,
-        "Time for everything. Steps and dialogues are timed first, and made smaller "
-        "or fewer if they would take longer; if not one step fits, the training is "
-        "refused. With --steps it stops in time, and the same command resumes it.",
+        "Time for everything. Steps and dialogues are timed first; if needed, --rows, "
+        "--slots, --batch, --held-out and others are reduced. If no step fits, the "
+        "training is refused. With --steps, it stops when the time is up, and the same "
+        "command resumes it.",
         panel=LENGTH,
         min=0.0,
     )
     rows: int = option(8, "Rows of text in a batch.", min=1)
-    slots: int = option(1024, "Drafting positions of a row.", min=8)
+    slots: int = option(1024, "Positions of a row where a draft can begin.", min=8)
     accumulate: int = option(1, "Batches whose gradients are added up.", min=1)
     depths: int | None = option(
         None,
-        "Tokens drafted in training. Default: 6, or 3 for an MTP head. Not for "
-        "drafters of blocks, which draft a block.",
+        "Tokens that training drafts from each position. Default: 6 for an EAGLE-3 "
+        "head, 3 for an MTP head, 1 for a draft model. Not for drafters of blocks, "
+        "which draft a block.",
         min=1,
     )
     block: int | None = option(

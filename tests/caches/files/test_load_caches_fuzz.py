@@ -1,4 +1,4 @@
-"""A damaged file is refused with one error, or loads as valid caches.
+"""A damaged file is refused with a CacheFileError, or loads as valid caches.
 
 Files of every kind and layout are changed at random. A cache that still loads is
 written to. The test knows how many rows each write must return, and how wide a mask

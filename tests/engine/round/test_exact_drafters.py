@@ -1,4 +1,4 @@
-"""In exact mode no drafter changes a bit, although heads read states of the target."""
+"""In exact mode, tokens and logprobs are equal bit for bit with every drafter."""
 
 from collections.abc import Sequence
 

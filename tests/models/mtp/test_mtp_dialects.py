@@ -99,7 +99,7 @@ def test_a_pack_s_convention_that_is_not_understood_is_passed_over(
 @pytest.mark.openblas
 @pytest.mark.usefixtures("short_probe")
 def test_what_a_pack_does_not_say_of_its_norms_is_probed(tmp_path: Path) -> None:
-    """The pack's `base_hidden_variant` is used, though a probe would choose another."""
+    """config.json's `base_hidden_variant` is used; a probe would choose another."""
     folder = copy_of("hybrid", tmp_path / "hybrid")
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -92,7 +92,11 @@ def keyed_closed_form(distributions: Tables) -> Array:
 
 
 def block_closed_form(distributions: Tables) -> Array:
-    """Return the mean accepted count; a prefix adds min(q, its parent's value * p)."""
+    """Return the mean accepted count: the sum of the values of all prefixes.
+
+    A value is the smaller one of the prefix's draft probability, and the parent's value
+    times the target's probability of the last token.
+    """
     reached = np.ones((distributions.pairs, 1))
     total = np.zeros(distributions.pairs)
     for depth in range(distributions.k):

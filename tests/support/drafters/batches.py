@@ -25,7 +25,7 @@ from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = TINY_MODELS | RECURRENT_MODELS
-LONGEST = 20  # tokens of a text; more than a window of 16, so the prompt leaves it
+LONGEST = 20  # tokens of a text; enough to push the prompt out of a window of 16
 PROMPTS = (1, 2, 6, 17, 23, 40)  # numbers of tokens; windows hold 16
 SAMPLINGS = (
     Sampling(),
@@ -60,7 +60,7 @@ class Watched:
     """Records the shapes [rows, positions] of a model's forwards; one may fail.
 
     Forward number `fail_at`, counted from 1, fails. With `width`, only forwards of one
-    row with this many positions are counted.
+    row with this many positions get numbers.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
 
 
 def three_rounds_of_eight(batch: BatchGenerator, rows: list[int]) -> None:
-    """Empty `rows`, the caller's record, and run three rounds of eight requests."""
+    """Run three rounds of eight requests; clear `rows`, the caller's list, before."""
     for n in range(8):
         batch.insert(prompt_of(9 + n), max_tokens=40, stop_tokens=())
     while len(batch.running) < 8:

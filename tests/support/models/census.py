@@ -11,8 +11,8 @@ The table is census.json beside this file:
                     bit for bit, past the window, on the Linux CPU wheel in float32
         unequal     the reason, if drafts cannot be verified
         args        further arguments of ModelArgs
-        tiny        instead of args: a row of tiny_models.json, with more layers; its
-                    test is tests/engine/test_text_is_unchanged.py
+        tiny        instead of args: name of a row of tiny_models.json, which
+                    tests/engine/test_text_is_unchanged.py tests
     not_built   module -> the reason, and a part of the error that proves it
 """
 
@@ -153,9 +153,9 @@ def _draw(model: Any, module: str, args: dict[str, Any]) -> None:
     for _, layer in model.named_modules():
         if {"weight", "scales", "biases"} <= layer.keys():
             _randomise_two_bits(layer)
-    # One module masks certain ids, so its vocabulary contains them. Its embeddings are
-    # also its output layer. Rows of zeros there give these ids the logit 0, which never
-    # wins.
+    # phi3small masks certain ids, so its vocabulary is large enough for them. Its
+    # embeddings are also its output layer. Rows of zeros there give all ids beyond the
+    # common vocabulary the logit 0, which never wins.
     if args["vocab_size"] > COMMON["vocab_size"]:
         model.model.embed_tokens.weight[COMMON["vocab_size"] :] = 0
     mx.eval(model.parameters())

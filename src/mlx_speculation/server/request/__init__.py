@@ -3,7 +3,7 @@
     models          bodies as JSON within limits and as pydantic models; their errors
     options         `GenerationRequest`: a chat or prompts, and options of texts
     content         the blocks of messages in all APIs, as pydantic models
-    transcript      messages of a chat in one form, put in order
+    transcript      messages of a chat in one form; results in the order of their calls
     tools           tools and which of them have to be called
     images          pictures of data URLs, files and fetched URLs, within limits
 

@@ -1,4 +1,4 @@
-"""Families whose prompts do not have one image token for each slot.
+"""Families whose prompts mark an image otherwise than by four `IMAGE` ids.
 
 Vision towers that no config makes small are replaced, since only texts are compared.
 """

@@ -22,7 +22,7 @@ def mask_token(config: Config) -> int:
     for token in (inside, *(option(config, name) for name in _MASK_KEYS)):
         if token is not None:
             return int(token)
-    raise ValueError(f"the config names no mask token, under none of {_MASK_KEYS}")
+    raise ValueError(f"the config names no mask token; it needs one of {_MASK_KEYS}")
 
 
 def forward(
