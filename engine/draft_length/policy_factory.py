@@ -16,6 +16,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import usual_part
 
 LONGEST = 16  # the longest adaptive draft
+Length = int | DraftLengthPolicy | None
 
 
 class PolicyFactory:
@@ -35,10 +36,11 @@ class PolicyFactory:
         self._others = {"exact": shape and shape.rows, **others}
         self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
         self._known: dict[int, list[Source]] = {}  # by rows of a batch; 0: of streams
-        self._credit, self._batch_credit = Credit(), Credit(*BATCH_CREDIT)
+        # Streams with a prediction have their own: other drafts say little about them
+        self._credits, self._batch_credit = (Credit(), Credit()), Credit(*BATCH_CREDIT)
 
     def for_stream(
-        self, length: int | DraftLengthPolicy | None, most: int | None = None
+        self, length: Length, most: int | None = None, *, predicted: bool = False
     ) -> DraftLengthPolicy:
         """Return the policy of one stream, limited to drafts of `most` tokens.
 
@@ -59,12 +61,11 @@ class PolicyFactory:
         longest = min(allowed, self.longest)
         if self._draft is None or length is not None or not longest:
             return FixedDraftLength(min(length or 0, allowed))
-        return RuleDraftLength(self.sources(), self._credit, longest)
+        return RuleDraftLength(self.sources(), self._credits[predicted], longest)
 
     def for_batch(self) -> BatchDraftLength:
         """Return the policy of a batch."""
-        both = self._batch_credit, self._credit
-        return BatchDraftLength(self.batch_sources, *both, self.longest)
+        return BatchDraftLength(self.batch_sources, self._batch_credit, self.longest)
 
     def batch_sources(self, rows: int) -> list[Source]:
         """Return the sources of a batch with this number of rows.

@@ -158,22 +158,23 @@ class BatchDraftLength:
     def __init__(
         self,
         sources: Callable[[int], SequenceOf[Source]],  # for a number of requests
-        together: Credit,  # of batches of several requests
-        alone: Credit,  # of a batch of one request
+        credit: Credit,  # of several requests; one by itself has its stream's
         longest: int,
     ) -> None:
-        self._sources, self._together, self._alone = sources, together, alone
-        self.rule = DraftRule(sources(1), together, longest)  # plans adaptive lengths
+        self._sources, self._credit = sources, credit
+        self.rule = DraftRule(sources(1), credit, longest)  # plans adaptive lengths
         self.bucket = 0  # number of rows, rounded up; the key of the costs
         self.plans: Plans = {}  # of this round
         self._next: Plans = {}
 
     def take(self, rows: Rows) -> None:
         """Plan for these requests from now on, and drop earlier plans."""
-        self.plans, self._next = {}, {}
+        self.plans, self._next, self.rule.credit = {}, {}, self._credit
         for row in rows:
             ruled = isinstance(row.policy, RuleDraftLength)
             row.planner = self.rule if ruled else row.policy
+            if ruled and len(rows) == 1:
+                self.rule.credit = row.policy.credit
 
     def limits(
         self, rows: Rows, context: int, room: list[int], size: int | None = None
@@ -186,7 +187,6 @@ class BatchDraftLength:
         bucket = row_bucket(len(rows)) if size is None else size
         if bucket != self.bucket:
             self.bucket, self.plans = bucket, {}
-            self.rule.credit = self._alone if bucket == 1 else self._together
             self.rule.sources = self._sources(bucket)
         self._fill(self.plans, rows, context, room)
         result = []

@@ -66,7 +66,9 @@ class RequestFactory:
     ) -> Request:
         """Return the request of a stream."""
         setup, statistics = self._setup, Statistics()
-        lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
+        length, most = options.draft_length, options.max_draft
+        predicted = bool(sequence.prediction)
+        lengths = setup.lengths.for_stream(length, most, predicted=predicted)
         drafter = self._drafter(options, sequence, target, lengths, statistics)
         verifier = self._verifier(options)
         request = Request(

@@ -83,7 +83,8 @@ class Ours(Arm):
     def __init__(self, cost: float, history: int) -> None:
         self._shared = SharedPlaces(history=history)
         known = {0: 1.0, LONGEST: 1.0 + cost * LONGEST}
-        self._source, self._credit = Source(RoundCosts({0: known}), free=True), Credit()
+        self._source = Source(RoundCosts({0: known}), free=True)
+        self._credits = Credit(), Credit()  # without and with a prediction
         self._cost = cost
 
     def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
@@ -91,7 +92,8 @@ class Ours(Arm):
         self._lookup = Lookup(self._shared, prediction)
         while not self._lookup.read_ahead(tokens):
             pass
-        self._rule = DraftRule([self._source], self._credit, LONGEST)
+        credit = self._credits[bool(prediction)]
+        self._rule = DraftRule([self._source], credit, LONGEST)
         self._rule.choose(1, 1, ())  # skip the plain step that the rule begins with
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:

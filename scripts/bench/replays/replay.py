@@ -319,7 +319,7 @@ def replay_batch(
     A plain step of the remaining requests costs their share of the whole batch's step.
     """
     credit = known.credit
-    lengths = BatchDraftLength(lambda _: known.each, credit, credit, LONGEST)
+    lengths = BatchDraftLength(lambda _: known.each, credit, LONGEST)
     rows = [
         Member(RuleDraftLength(known.each, Credit(), LONGEST), text) for text in texts
     ]

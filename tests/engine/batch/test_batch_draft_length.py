@@ -48,7 +48,7 @@ def lengths_with(
         return [replace(policy(rows[0]).sources[0], costs=costs)]
 
     credit = credit or Credit(*BATCH_CREDIT)
-    lengths = BatchDraftLength(sources, credit, credit, LONGEST)
+    lengths = BatchDraftLength(sources, credit, LONGEST)
     lengths.take(rows)
     return lengths
 
@@ -251,15 +251,28 @@ def test_a_batch_that_shrinks_begins_with_what_the_larger_one_has_measured(
 
 
 @pytest.mark.usefixtures("measured")
-def test_a_request_by_itself_drafts_on_the_credit_of_streams() -> None:
-    generator = bench("llama").generator("lookup", draft_length=None)
-    lengths = generator.lengths.for_batch()
-    rule, alone = lengths.rule, generator.lengths._credit
+def test_a_request_by_itself_drafts_on_the_credit_of_its_stream() -> None:
+    lengths = bench("llama").generator("lookup", draft_length=None).lengths.for_batch()
+    rule = lengths.rule
     for rows in (1, 2, 1):
         lengths.take(each := rows_of(rows, "lookup"))
         lengths.limits(each, 100, [50] * rows, rows)
-        assert (rule.credit is alone) == (rows == 1)
+        assert (rule.credit is policy(each[0]).credit) == (rows == 1)
     assert rule.credit.steps[0] == FIRST_CREDIT
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_prediction_drafts_on_a_credit_that_other_texts_have_not_used() -> None:
+    generator = bench("llama").generator("lookup", draft_length=None)
+    streams = [
+        generator.stream(prompt_of(3), prediction=given)
+        for given in (None, [1, 2], None, [3])
+    ]
+    credits = [policy(BatchRequest(0, stream)).credit for stream in streams]
+    assert credits[0] is credits[2]
+    assert credits[1] is credits[3]
+    credits[0].add(0, -100.0)
+    assert credits[1].steps[0] == FIRST_CREDIT
 
 
 def test_lookups_draft_in_one_round_after_another(
