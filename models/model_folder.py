@@ -94,7 +94,7 @@ def model_folder(path_or_repo: str | Path) -> Path:
 def _why(error: Exception) -> str:
     """Return an error's kind, and its text unless the hub or the network raised it."""
     kind = type(error).__name__
-    if type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx"):
+    if type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx2"):
         return kind
     return f"{kind}: {shortened(error)}"
 
