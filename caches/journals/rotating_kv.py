@@ -9,7 +9,8 @@ mlx-lm's mask breaks this in two cases, in which a round gets another mask:
 - `keep` is above 0. A row written alone sees the first `keep` rows and the newest of
   the rest. In a write of several rows, only the first one would see all `keep` rows.
 
-A prompt is kept whole, and gets mlx-lm's mask.
+A write that is kept as a whole or not at all (`whole`), such as a chunk of a prompt,
+gets mlx-lm's mask.
 
 To keep a prefix of a write of several rows, the journal slices off the tail. At least
 `max_size` - 1 older rows and the first row of the write remain, so the rows that mlx-lm

@@ -52,7 +52,7 @@ class BoundedTree(PrefixTree):
     def fill(
         self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
     ) -> bool:
-        """Add a file's rows to a node; with `end`, add the file's restore points too.
+        """Add the rows in `kept` to a node; with `end`, add its restore points too.
 
         Return False if the target's rows or restore point do not fit.
         """
@@ -113,7 +113,7 @@ class BoundedTree(PrefixTree):
     ) -> Node | None:
         """Add the rows in `kept` to the nodes along `tokens`; return the last node.
 
-        If room is lacking, nodes that cost less than the claim are evicted. If room is
+        If room is lacking, nodes of a cost below `claim.cost` are evicted. If room is
         still lacking, restore points in `taken` that come after the end of `tokens` are
         dropped, the last ones first. None: even then there is no room.
         """

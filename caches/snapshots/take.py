@@ -129,7 +129,7 @@ def _check_offset(place: str, leaf: Any, extent: int | None, stop: int) -> None:
     if HOLDINGS[kind].whole and offset is not None and offset != stop:
         raise UnsupportedCacheError(
             f"Layer {place} is a {kind.__name__}, which can be cut only at {offset}, "
-            f"its offset, not at {stop}. Take the snapshot there."
+            f"its offset, not at {stop}. Take the snapshot at {offset}."
         )
     if offset != extent:
         raise InvalidRequestError(

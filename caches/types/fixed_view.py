@@ -11,8 +11,9 @@ rows of a cache, with V(p) = step * (p // step + 1). A mask hides the positions 
 All rows of a forward share a view, so a forward takes only tokens up to the next step.
 A buffer is exactly as long as its view, so its strides too depend only on the position.
 
-The view of a sliding window has all rows that a step's rows can see: the positions
-[max(0, start - max_size), start + step), where `start` is the step's first position.
+The view of a sliding window has the positions [max(0, start - max_size), start + step),
+where `start` is the last multiple of `step` up to p. No row at a position in [start,
+start + step) sees others.
 
 A view shares the `__dict__` of its live cache, so it has the same offset and buffers.
 Moving the offset undoes writes.

@@ -11,7 +11,7 @@ class BatchResponse:
 
     Attributes:
         chunk: the token and its text. None: the row ended without a token, by an error
-            or with a budget of 0.
+            or because no token was allowed.
         finish_reason: "stop", "length" or "error" in the row's last response, else
             None.
         error: the error that ended this row; the other rows go on.

@@ -23,7 +23,11 @@ from mlx_speculation.samplers import Ask, Decided, Group, Rows, Verified, decide
 
 
 def submit_step(running: Running, after: Pending | None = None) -> Pending:
-    """Submit and commit a plain step, over the tokens of the step `after` if given."""
+    """Submit and commit a plain step.
+
+    It is fed the tokens that the step before it, `after`, chose; None: the known tokens
+    that the target has not seen.
+    """
     clock, early = running.clock, running.explain or running.masked
     fed = unseen(running) if after is None else after.tokens[:, None]
     count = fed.shape[1]
@@ -57,8 +61,9 @@ def submit_verify(
 ) -> Pending:
     """Submit a forward over the known tokens unseen by the target, and over drafts.
 
-    `drafts` do not contain the guess of the token of a step in flight.
+    If a step is in flight (`step`), the drafts begin behind the token that it chooses.
     """
+    # The numbers are those of "One round, in time" in docs/how_a_round_works.md.
     # 4. One forward of the target over the unseen known tokens and the drafts.
     clock, exact = running.clock, running.explain
     fed = unseen(running) if step is None else step.tokens[:, None]
@@ -101,11 +106,13 @@ def _decided(
     before: mx.array | None,
     matrix: mx.array | None = None,
 ) -> tuple[Decided, dict[int, Iterator[Verified]]]:
-    """Decide on the rows [requests, n, vocab] of every request, except sequential ones.
+    """Decide on the rows [requests, n, vocab] of the requests that are not sequential.
+
+    Rows of a sequential request (`running.sequential`) are decided one after another:
+    for each, by place, return an iterator over decisions.
 
     `before` are tokens of a step that come before the drafts, uint32 [requests, 1];
-    `matrix` the tokens of the drafts, [requests, n - 1]. For sequential requests, by
-    place, return iterators over decisions.
+    `matrix` the tokens of the drafts, [requests, n - 1].
     """
     requests: dict[int, Ask] = {}
     turns: dict[int, Iterator[Verified]] = {}

@@ -185,7 +185,10 @@ class StreamFactory:
 
     @contextmanager
     def _running(self, ranks: AbstractContextManager[None]) -> Iterator[None]:
-        """Enter the resources of a running stream, and keep the setup's hooks alive."""
+        """Enter the resources of a running stream.
+
+        Its frame refers to `self`, so the setup's hooks live until it is left.
+        """
         exact = self._setup.options.shape is not None
         # `ranks` is outermost, so that other ranks learn of any failure.
         with ranks, text_threads(exact=exact):

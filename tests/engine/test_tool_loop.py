@@ -1,7 +1,7 @@
 """A session of an agent reads its context once; tokens that are read again are counted.
 
-As with chat templates, a later prompt lacks the last tokens of an earlier answer's
-opening. So each answer is read once more.
+A prompt ends with `OPEN`, the opening of an answer. Later prompts have this opening
+without its last two tokens, as with some chat templates. So each answer is read again.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 HEAD, TURNS, ANSWER, RESULT = 8000, 20, 12, 60
-# The end of a turn; the opening of an answer. Later prompts lack the last two of OPEN.
+# The end of a turn; the opening of an answer
 END, OPEN = 255, [254, 10, 253, 10]
 MOST, MOST_AFTER_RESTART = 0.03, 0.05
-# The most tokens that a turn reads again: the answer, its opening, and three more
-LEAST = ANSWER + len(OPEN) + 3
+# A turn may read again the answer, its opening, and three more tokens.
+MOST_A_TURN = ANSWER + len(OPEN) + 3
 
 Made = tuple[Any, Any]
 KINDS: dict[str, Callable[[], Made]] = {
@@ -121,7 +121,7 @@ def check(kind: str, runs: Runs, several: bool, head: int, turns: int) -> None:
     sessions = [Session(start, seed) for seed in ((2, 3) if several else (2,))]
     play(run, sessions, turns, side=several)
     assert share(sessions) <= MOST
-    assert max(max(session.again) for session in sessions) <= LEAST
+    assert max(max(session.again) for session in sessions) <= MOST_A_TURN
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def after_a_restart(kind: str, runs: Runs, head: int, before: int) -> None:
             prefixes.flush()
         assert share(sessions) <= MOST_AFTER_RESTART
         for session in sessions:
-            assert max(session.again) <= LEAST
+            assert max(session.again) <= MOST_A_TURN
 
 
 @pytest.mark.parametrize(

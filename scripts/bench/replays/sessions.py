@@ -51,7 +51,7 @@ def turns_of(messages: Sequence[dict[str, Any]], tokenizer: Any) -> list[Turn]:
         prompt = _ids(chat[:number], tokenizer, add_generation_prompt=True)
         whole = _ids(chat[: number + 1], tokenizer)
         if prompt[: len(known)] != known or whole[: len(prompt)] != prompt:
-            raise ValueError("the chat template does not go on with the text before it")
+            raise ValueError("the chat template changes the tokens of earlier messages")
         stop = whole.index(tokenizer.eos_token_id, len(prompt)) + 1
         known = whole[:stop]
         result.append(Turn(known, len(prompt)))

@@ -51,7 +51,7 @@ class Conversation:
         return list(self._ids)
 
     def answer(self, text: str, tokens: Sequence[int]) -> None:
-        """Add the answer to the last message; `tokens` may end with a stop token."""
+        """Add a message with the answer; `tokens` may end with a stop token."""
         self._messages.append({"role": "assistant", "content": text})
         self._ids += tokens
         self._text += self._tokenizer.decode(list(tokens))

@@ -316,8 +316,9 @@ def test_nothing_is_read_on_the_host(rule: Rule) -> None:
 def test_float32_is_near_float64(rule: Rule, kind: str) -> None:
     """Both get the same float32 numbers, so a difference is the rule's rounding.
 
-    Token-wise acceptance has a relative bound. For a distribution, the product of
-    the total variation and of the mass before normalization has a bound.
+    Token-wise acceptance has a relative bound. For the distribution of the next token,
+    a product has a bound: the total variation distance of the two results, times the
+    mass of the residual before it is normalized.
     """
     unit = 2.0**-23
     target, draft, drafted = distributions(kind, (200,), 4, 4, seed=1)

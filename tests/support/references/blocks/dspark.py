@@ -51,7 +51,7 @@ def forward(
 
     Args:
         weights, config: A file in any packaging, under its published names.
-        hidden: The outputs [n, Ht] of layers `block_taps`, without a row of the anchor.
+        hidden: The outputs [n, Ht] of the tapped layers, without a row of the anchor.
         embeddings, lm_head: [V, H] of the target, for drafters without their own.
         tokens: Committed ids; only the last one, the anchor, is read.
         chosen: Ids of the first drafted positions; later ones take the most likely id.

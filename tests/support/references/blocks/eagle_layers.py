@@ -50,6 +50,7 @@ class Latent:
 class EagleHead:
     """A head of the EAGLE-3 family over whole sequences of slots.
 
+    A slot is a token's embedding and a state of the target, with a position.
     `embeddings` and `lm_head` are the target's, for heads without their own. If the
     config lacks `norm_before_residual`, `absent_norm_before_residual` is its value.
     """
