@@ -60,9 +60,8 @@ class Sampling:
             result reports.
         sampler: draws tokens itself, from a row's log-probabilities [1, vocab] after
             processors, as mlx-lm's samplers do. A round calls it for every row, so
-            rejected rows change its state too. The text has the sampler's distribution,
-            but a seed gives another text with a draft than without one. Temperature and
-            filters must be off.
+            rejected rows change its state too: a draft changes the text, but not its
+            distribution. Temperature and filters must be off.
 
     Raises:
         InvalidRequestError: a value is out of its range.

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from mlx_speculation import Sampling, SpeculativeGenerator
     from mlx_speculation.engine import BatchStatistics
 
-PLACES = 2  # places in a forward to try for the row where two texts differ
+# The row where two texts differ is computed again at so many places of a forward.
+PLACES = 2
 # The largest difference of two tokens' scores at which a batch's text may differ: in
 # float32, and in half precision (bfloat16 has steps of 1/8 from 16 to 32).
 OFF_BY, HALF_OFF_BY = 1e-3, 0.3
@@ -102,7 +103,7 @@ def batches(
 
 
 def prompts_of(texts: list[list[int]], count: int, longest: int) -> list[list[int]]:
-    """Return prompts of at most `longest` tokens; a repeated text starts later."""
+    """Return prompts of at most `longest` tokens; a repeated text lacks its start."""
     prompts = []
     for number in range(count):
         text, cut = texts[number % len(texts)], 7 * (number // len(texts))

@@ -137,7 +137,7 @@ class CascadeDrafter(OpenDrafter):
             each.remember(tokens, answer)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Let the drafters read ahead in order, until one has more to read."""
+        """Let the drafters read ahead in order, up to one that has not finished."""
         return all(each.read_ahead(sequence, fits) for each in self._drafters)
 
     def begin(self, sequence: Sequence) -> None:
@@ -148,7 +148,7 @@ class CascadeDrafter(OpenDrafter):
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the first draft that is not empty."""
-        draft = NOTHING  # the result if all are disabled
+        draft = NOTHING  # the result if each drafter returns NOTHING
         for drafter in self._drafters:
             self._proposing = drafter
             result = drafter.propose(sequence, limit, choose)

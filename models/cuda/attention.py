@@ -4,19 +4,19 @@ mlx 0.32 has a kernel for single rows without a mask, and otherwise calls cuDNN,
 takes about 40 ms to plan each new pair of row count and key count. The kernel here is
 compiled once for each head dimension, for any number of keys.
 
-Rows are (query head, position) pairs of one key head. A block computes a tile of
-sixteen rows over a part of the keys. Its warps take turns at groups of sixteen keys.
-Each warp keeps running maxima and sums (online softmax; Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax"). If tiles alone make too few blocks, each
-block gets a part of the keys, and a second kernel joins the results of the parts (Dao
-et al. 2023, "Flash-Decoding").
+In the arguments a row is a position. In the kernel it is a (query head, position) pair
+of one key head. A block computes a tile of sixteen such pairs. Its warps take turns at
+groups of sixteen keys. Each warp keeps running maxima and sums (online softmax; Milakov
+and Gimelshein 2018, "Online normalizer calculation for softmax"). If tiles alone make
+too few blocks, each block gets a part of the keys, and a second kernel joins the
+results of the parts (Dao et al. 2023, "Flash-Decoding").
 
 The products with keys and with values use matrix fragments (`mma.m16n8k16`, sums in
 float32) whose rows are those of the tile, and every read is of 16 adjacent bytes. In
 the scores the order of the head's dimensions is free, if it is the same for queries and
-keys. In the results column g of fragment i is dimension 8 g + i. The scores that a
-thread computes are its part of the left operand of the product with values, so no
-shuffle is needed.
+keys. The results for 64 dimensions are eight fragments: column g of fragment i is
+dimension 8 g + i. The scores that a thread computes are its part of the left operand of
+the product with values, so no shuffle is needed.
 
 A NaN in a key or value makes the result NaN for each row that sees it, and for no other
 row. The check of the logits relies on this. A row that sees no key gets zeros. If some
@@ -115,8 +115,9 @@ def attention(
                    bool, broadcast to [batch, 1, rows, columns], True where a row sees
                    a column
 
-    With `contiguous`, the kernel that is kept on disk is used. Inputs that are not
-    contiguous are copied for it.
+    With `contiguous`, a `Kernel` is used: its binary is kept on disk, and it copies
+    inputs that are not contiguous. Else `mx.fast.cuda_kernel` is used: every process
+    compiles it.
     """
     batch, heads, rows, dim = queries.shape
     key_heads, columns = keys.shape[1:3]

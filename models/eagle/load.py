@@ -60,10 +60,10 @@ def load_eagle_head(
 ) -> Loaded:
     """Load the EAGLE-3 or P-EAGLE head of a target from a folder of its own.
 
-    `layer_ids` says how the list of layers in config.json counts. Without it, a probe
-    on a few texts, the token ids `starts`, finds the layers. With neither, the head
-    reads the usual layers. On a Linux CPU the head is float32, dequantized where it was
-    quantized.
+    `layer_ids` says how config.json counts layers: from 0, or with the embedding as 0.
+    Without it, a probe on a few texts, the token ids `starts`, finds the layers. With
+    neither, the head reads the usual layers. On a Linux CPU the head is float32,
+    dequantized where it was quantized.
 
     Raises:
         ModelFolderError: the head is of another kind or target, or not complete.

@@ -63,9 +63,9 @@ OTHERS = [name for name in NAMES if name not in SLIDING]
 
 
 @pytest.mark.parametrize(
-    ("name", "slack"),
+    ("name", "slack"),  # False: sliding windows are rings; True: they have slack
     [
-        *covering(SLIDING, (False, True), pairs=[(0, 1)]),  # with a ring or without one
+        *covering(SLIDING, (False, True), pairs=[(0, 1)]),
         *covering(OTHERS, (False, True)),
     ],
 )

@@ -65,7 +65,7 @@ def requests(draw: st.DrawFn) -> tuple[list[Ask], int]:
 
 
 def logits_of(rows: int, width: int, key: int) -> mx.array:
-    """Return logits in which tokens 1 and 2 are likely."""
+    """Return logits in which tokens 0, 1 and 2 are likely."""
     noise = mx.random.normal((rows, width + 1, VOCAB), key=mx.random.key(key))
     return noise + 2 * (mx.arange(VOCAB) % VOCAB < 3)
 

@@ -4,7 +4,7 @@ Each core has a worker of pytest.
 - A BLAS gets one thread: waiting threads would spin on the cores of other workers.
 - By default a woken thread of mlx takes the core from the thread that is about to hand
   over the next operation, 100,000 times in a test of texts. With SCHED_BATCH it waits.
-- mlx keeps its reference BLAS, with which rows are equal bit for bit.
+- mlx keeps its reference BLAS: a row of a product has the same bits as alone.
 - A worker is pinned to a core: otherwise a tenth of its time goes into waking threads
   on other cores.
 - The garbage collector is off until all modules are imported: it would take a fifth of
@@ -28,7 +28,7 @@ if hasattr(os, "SCHED_BATCH"):  # Linux
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-# Cores that started processes may use; macOS has no call that returns them.
+# All cores that this process may use; macOS has no call that returns them.
 cores = (
     os.sched_getaffinity(0)
     if hasattr(os, "sched_getaffinity")

@@ -43,7 +43,7 @@ PLAYED = [[1] * 9 + [2] * 5, [1] * 9 + [0] * 6, [2, 0] * 8, [1] * 4 + [2] * 9]
 
 
 def play(prefixes: PrefixCache, tokens: list[int], kinds: Kinds) -> list[int]:
-    """Play a request of all roles; return the number of reused tokens of each."""
+    """Play a request with a role of each kind; return each role's reused tokens."""
     roles = {which: (kind, 0) for which, kind in enumerate(kinds)}
     return [reused for reused, _ in request(prefixes, tokens, roles).values()]
 
@@ -98,7 +98,7 @@ def test_of_a_text_too_long_for_memory_what_fits_is_used(
     nodes = list(first._tree.nodes())
     rows = sum(each.nbytes for node in nodes for each in node.rows.values())
     states = sum(each.nbytes for each in nodes[-1].points.values())
-    play(first, [*tokens[:17], 1, 1], kinds)  # token 17 ends a node without states
+    play(first, [*tokens[:17], 1, 1], kinds)  # a node ends at 17, without states
     first.flush()
     for size in range(0, rows + states, 5 * ROW):
         later, _owners = bound(size, *kinds, folder=folder)
@@ -258,7 +258,7 @@ def test_a_full_disk_is_said_once(
 
 
 def damage(draw: random.Random, folder: Path, foreign: Path) -> Path:
-    """Damage one file, or copy another file over it, and return its path."""
+    """Damage a file, or write one that holds another's content; return its path."""
     all_files = files(folder)
     file = draw.choice(all_files)
     content = bytearray(file.read_bytes())
@@ -285,7 +285,7 @@ def damage(draw: random.Random, folder: Path, foreign: Path) -> Path:
 
 
 def two_folders(place: Path, kinds: Kinds) -> tuple[Path, Path, str]:
-    """Fill two folders with fixed keys; return them and the model's fingerprint."""
+    """Fill two folders of known keys; return them and the model's fingerprint."""
     folders = place / "own", place / "foreign"
     for number, folder in enumerate(folders):
         folder.mkdir(mode=0o700)
@@ -365,7 +365,7 @@ def test_what_is_before_a_damaged_file_is_used(name: str, tmp_path: Path) -> Non
 
 
 def test_what_comes_after_a_damaged_file_is_used_again(tmp_path: Path) -> None:
-    """Undamaged later files are used when the tokens before them have been read."""
+    """Later files are used once the model has read the tokens of the damaged ones."""
     kinds, folder, tokens = KINDS["ring and rows"], tmp_path / "own", [2, 0] * 7
     first, _first_owners = bound(1 << 30, *kinds, folder=folder)
     play(first, tokens, kinds)

@@ -1,4 +1,4 @@
-"""Findings of `check --exact` for models that keep the bits of rows, and for others."""
+"""Findings of `check --exact`: do the bits of a row depend on its forward?"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,9 +50,9 @@ def test_a_model_that_keeps_the_promise_is_found_to(name: str, views: int) -> No
     )
     assert verdict.same
     assert verdict.largest == 0
-    # A place has 8 tokens. Each token is fed before random tokens (1 row compared), and
-    # before up to 3 tokens of the text (4 rows, fewer at the end of the place). The 8
-    # tokens are also fed in rounds (8 rows).
+    # A place has 8 tokens. Each is fed with random tokens behind it (1 row compared),
+    # and with up to 3 tokens of the text behind it (4 rows, fewer at the end of the
+    # place). The 8 tokens are also fed in rounds (8 rows).
     places = 2 * views
     assert verdict.rows == places * (8 + (5 * 4 + 3 + 2 + 1) + 8)
     assert verdict.context == views * 16

@@ -35,7 +35,7 @@ def plain_text(name: str) -> list[int]:
     return run_of(build(name), None, 0).finish()
 
 
-# Every step of a round that drafts 3 tokens, in order.
+# Calls in a round that drafts 3 tokens; the number says which call of a function.
 DRAFTED_STEPS = [
     (LaneRound, "forward", 1),  # the draft model's first forward
     (LaneRound, "forward", 2),

@@ -1,4 +1,4 @@
-"""Restore points are as dense as documented, also after one more round."""
+"""Restore points are as dense as documented, in a prompt and in rounds."""
 
 from itertools import pairwise
 from typing import Any

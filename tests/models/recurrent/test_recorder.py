@@ -27,7 +27,7 @@ from support.models.recurrent_models import (
     recurrent,
 )
 
-# Models for each recipe, and models whose mixers run again.
+# Models for each kind of `Mixer.recipe`, and models whose mixers run again instead.
 QUICK = (
     *("qwen3_5", "mamba", "mamba2", "recurrent_gemma", "rwkv7", "bailing_moe_v3"),
     *("kimi_linear", "lfm2", "falcon_h1", "plamo2", "baichuan_m1", "bailing_hybrid"),

@@ -1,7 +1,7 @@
 """Mean acceptance in closed form, from the distributions of draft and target.
 
 Keyed choice and token-wise rejection have an acceptance for each position. Block
-verification has one for a whole round, since its coins depend on all prefixes.
+verification has one for a whole round.
 """
 
 import mlx.core as mx

@@ -74,7 +74,8 @@ class Chat:
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()  # shown to the model, in OpenAI's form
-    deferred: tuple[dict[str, Any], ...] = ()  # described in a message
+    # Not listed by the template, but described where a message refers to them
+    deferred: tuple[dict[str, Any], ...] = ()
     template_args: dict[str, Any] = field(default_factory=dict)
     images: tuple[bytes, ...] = ()  # files, ordered as the parts
 

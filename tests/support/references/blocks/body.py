@@ -1,4 +1,4 @@
-"""Shapes and rules of a drafter's layers, read from its config in any packaging."""
+"""Shapes and rules of a drafter's layers, read from its config, flat or nested."""
 
 from dataclasses import dataclass
 from typing import Any
