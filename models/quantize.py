@@ -23,8 +23,9 @@ def check_bits(bits: Any) -> None:
     """Raise `InvalidRequestError` unless `bits` is one of `BITS`."""
     if bits not in BITS or isinstance(bits, bool):
         raise InvalidRequestError(
-            f"quantize_draft is {bits!r}, and one of {', '.join(map(str, BITS))} bits "
-            "is needed. Leave it out to take the weights as they are."
+            f"quantize_draft is {bits!r}, but has to be one of "
+            f"{', '.join(map(str, BITS))} bits. Leave it out to take the weights "
+            "as they are."
         )
 
 

@@ -70,8 +70,8 @@ def check_parallel(parallel: Any) -> None:
     """Raise `InvalidRequestError` unless `parallel` is one of `Parallel`."""
     if parallel not in get_args(Parallel):
         raise InvalidRequestError(
-            f"parallel is {parallel!r}, and one of {', '.join(get_args(Parallel))} is "
-            "needed."
+            f"parallel is {parallel!r}, but has to be one of "
+            f"{', '.join(get_args(Parallel))}."
         )
 
 

@@ -102,11 +102,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "convention value": (
         lambda: MtpConvention(hidden="inside"),  # type: ignore[arg-type]
-        "hidden of a convention is 'inside', and one of after_norm; before_norm is",
+        "hidden of a convention is 'inside', but has to be one of these: after_norm",
     ),
     "convention norms": (
         lambda: MtpConvention(norms="odd"),  # type: ignore[arg-type]
-        "norms of a convention is 'odd', and one of stored; plus_one; a tuple of",
+        "norms of a convention is 'odd', but has to be one of these: stored; plus_one",
     ),
     "convention field": (
         lambda: convention_of({"norm": "stored"}, "the file"),
@@ -114,7 +114,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "convention in a file": (
         lambda: convention_of({"order": "none"}, "the file"),
-        "In the file: order of a convention is 'none', and one of embedding_first;",
+        "In the file: order of a convention is 'none', but has to be one of these: emb",
     ),
     "no seed": (
         lambda: Chooser(Sampling(), 8),

@@ -5,8 +5,8 @@
     roles            the target, draft model and heads whose cache contents are kept
     restore_points   the snapshots of running requests
     bounded_tree     the tree, kept within a byte limit; `budget` evicts nodes
-    persistence      writes nodes to the files of `segment_folder` and reads them;
-                     `segment` converts them
+    persistence      writes nodes to files and reads them; the module `segment_folder`
+                     manages the files, `segment` converts nodes to arrays and back
 
 The package knows tokens and snapshots, but no models, streams or text.
 """

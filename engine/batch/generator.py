@@ -50,9 +50,9 @@ class BatchGenerator:
     Args:
         generator: a `SpeculativeGenerator`; the rows have its options.
         max_rows: the largest number of rows that run at once. Further rows wait.
-        row_sizes: True: add padding rows up to the next of a few numbers of rows, such
-            as 6 or 8, see `models/shape_buckets.py`. Padding changes no text. None: pad
-            only if a new number of rows takes long to compile. False: never pad.
+        row_sizes: True: pad the batch to 1, 2, 3, 4, 6, 8, 12, ... rows, see
+            `models/shape_buckets.py`. Padding changes no text. None: pad only if a new
+            number of rows takes long to compile. False: never pad.
 
     Raises:
         InvalidRequestError: `max_rows` is below 1, or the target is on several ranks.
@@ -138,7 +138,8 @@ class BatchGenerator:
                 self._open.enter_context(wired(self._generator.model))
             self._queue.advance()
         responses = sorted(self._queue.ready, key=attrgetter("uid"))
-        # No call follows, so no signal handler can run and lose the responses.
+        # From here on no function is called, so no signal handler can run and lose
+        # the responses.
         self._queue.ready = []
         return responses
 

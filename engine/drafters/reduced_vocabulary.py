@@ -15,15 +15,15 @@ from typing import Any, Literal
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.errors import InvalidRequestError
 
-# Token ids of the target; "intersection": those that a draft with another tokenizer
-# has too.
+# Token ids of the target; "intersection": the ids of those tokens that another
+# tokenizer, the draft's, has too.
 DraftVocabulary = Iterable[int] | Literal["intersection"]
 
 
 def reduced_vocabulary(
     texts: str | Iterable[str] | Iterable[int], size: int, *, tokenizer: Any = None
 ) -> list[int]:
-    """Return the `size` most frequent token ids, or all if fewer occur, ascending.
+    """Return the `size` most frequent token ids (all if fewer occur), sorted by id.
 
         ids = reduced_vocabulary(my_texts, 8192, tokenizer=tokenizer)
         SpeculativeGenerator(model, tokenizer, draft=small, draft_vocabulary=ids)

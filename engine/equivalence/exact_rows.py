@@ -1,9 +1,9 @@
 """Test of exact mode: do the bits of a row depend on its place in the forward?
 
-If all forwards have the same shape, the bits of a row's logits must depend only on the
-tokens up to the row. The test feeds a text of random tokens in four ways, and compares
-rows at the beginning and at the end of each view of the keys (see
-`caches.types.fixed_view`):
+In exact mode all forwards have the same shape. The test checks that the bits of a row's
+logits then depend only on the tokens up to the row. It feeds a text of random tokens in
+four ways, and compares rows at the beginning and at the end of each view of the keys
+(see `caches.types.fixed_view`):
 
     alone       each token alone, with padding; this gives the expected bits
     places      each token at each place of a forward over tokens of the text

@@ -55,7 +55,10 @@ class LookupDraft(Draft):
         return self.kind
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
-        """Return the draft, or one without history if no default history is allowed."""
+        """Return the draft.
+
+        If `history` was None and the options allow no history, the result has none.
+        """
         if options.history or self._limit is not None:
             return self
         return LookupDraft(corpus=self._documents, history=0)

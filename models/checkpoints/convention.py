@@ -66,8 +66,8 @@ class MtpConvention:
 
 def _not_one(name: str, value: Any, allowed: Iterable[str]) -> str:
     return (
-        f"{name} of a convention is {value!r}, and one of {'; '.join(allowed)} is "
-        "needed."
+        f"{name} of a convention is {value!r}, but has to be one of these: "
+        f"{'; '.join(allowed)}."
     )
 
 

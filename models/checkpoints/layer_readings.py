@@ -178,8 +178,8 @@ def check_counts(counts: LayerIds | None) -> None:
     """Raise `InvalidRequestError` unless `counts` is None or one of `LayerIds`."""
     if counts not in (None, *get_args(LayerIds)):
         raise InvalidRequestError(
-            f"layer_ids is {counts!r}, and one of {', '.join(get_args(LayerIds))} is "
-            "needed."
+            f"layer_ids is {counts!r}, but has to be one of "
+            f"{', '.join(get_args(LayerIds))}."
         )
 
 

@@ -5,13 +5,13 @@ of row count and key count (`caches/types/padded_kv.py`). A draft model meets ma
 pairs, since a prompt can have any length. With padding it meets few:
 
     rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      see `row_size`
-    keys     512 1,024 1,536 ... 4,096 4,608 ...             see `whole_steps`; or these
-                                                             plus a number of rows
+    keys     512 1,024 1,536 ... 4,096 4,608 ...             see `whole_steps`
 
 The padding is zeros. If the mask is causal, and the number of keys before the rows is 0
-or makes whole steps, equally many keys and rows are added. The mask stays causal, and
-only added rows see added keys. Otherwise a bool mask hides the added keys. On an H200,
-attention with a bool mask took 3 to 7 times as long as with a causal one.
+or makes whole steps, equally many keys and rows are added: the keys are then whole
+steps plus the rows. The mask stays causal, and only added rows see added keys.
+Otherwise a bool mask hides the added keys. On an H200, attention with a bool mask took
+3 to 7 times as long as with a causal one.
 
 Only drafts and rounds use this: their logits are allowed to differ from mlx's by
 rounding.

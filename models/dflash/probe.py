@@ -54,7 +54,7 @@ def probe_blocks(
         text = OwnText.of(model, taps, starts)
 
         def score(reading: Reading) -> Score:
-            """Score guesses of the target's tokens, each the first token of a draft."""
+            """Score a guess of each token of the target: the first token of a draft."""
             head.settings = replace(usual, anchor=reading.anchor)
             drafter = on_target(head, taps, reading.layers)
             context, first = drafter.states(text.states), max(text.written, 2)
@@ -68,8 +68,8 @@ def probe_blocks(
         advice = (
             "add target_layer_ids to its config.json"
             if readings.guessed
-            else "name the reading: from_folder(folder, model, layer_ids='tuple', "
-            f"anchor={usual.anchor!r})"
+            else "say how to read its config.json, such as from_folder(folder, model, "
+            f"layer_ids='tuple', anchor={usual.anchor!r})"
         )
         best, value = next(iter(ranked(score, every[0], every, advice).items()))
         head.settings = replace(usual, anchor=best.anchor)

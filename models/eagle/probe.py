@@ -44,8 +44,8 @@ def probe_layers(
         advice = (
             "add target_layer_ids to its config.json"
             if readings.guessed
-            else "name the reading: EagleDraft.from_folder(folder, model, "
-            "layer_ids='tuple')"
+            else "say how its config.json counts layers, such as "
+            "EagleDraft.from_folder(folder, model, layer_ids='tuple')"
         )
         return ranked(
             score, readings.usual, readings.layers, advice, readings.layers.__getitem__

@@ -62,7 +62,7 @@ def test_what_cannot_be_spread_is_refused() -> None:
         spread(build("mamba"), GROUP)
     with pytest.raises(UnsupportedModelError, match="Try parallel='tensor'"):
         spread(build("llama"), GROUP, "pipeline")
-    with pytest.raises(InvalidRequestError, match="one of tensor, pipeline is needed"):
+    with pytest.raises(InvalidRequestError, match="one of tensor, pipeline"):
         load("anywhere", parallel="both")  # type: ignore[arg-type]
 
 

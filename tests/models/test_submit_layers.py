@@ -1,4 +1,4 @@
-"""On a CPU a plain step is submitted after each layer, a round after several layers."""
+"""Submissions on a CPU: layer by layer in a plain step, by `part` layers in a round."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -82,7 +82,10 @@ def _batch_bytes(
     config: Mapping[str, Any],
     item: int,
 ) -> tuple[int, int]:
-    """Return the bytes for gradients of a batch, without checkpoints and with them."""
+    """Return the bytes of the arrays of a batch, in the forward and backward pass.
+
+    The first number is without gradient checkpointing, the second with it.
+    """
     dim = int(config.get("hidden_size") or 1024)
     heads = int(config.get("num_attention_heads") or max(1, dim // 64))
     ids = width if trainee.ids is None else trainee.ids.size

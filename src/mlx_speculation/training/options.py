@@ -170,8 +170,8 @@ class TrainOptions:
         """Refuse values that are out of range or contradict each other."""
         if self.kind not in get_args(Kind):
             raise InvalidRequestError(
-                f"kind is {self.kind!r}, and one of {', '.join(get_args(Kind))} is "
-                "needed."
+                f"kind is {self.kind!r}, but has to be one of "
+                f"{', '.join(get_args(Kind))}."
             )
         if (self.draft_model is None) == (self.kind == "draft"):
             raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""In a cascade with a lookup, a model or head drafts for a batch in one forward."""
+"""In a batch, the model or head of a cascade drafts for all rows in one forward."""
 
 from typing import Any
 

@@ -47,7 +47,7 @@ CORPUS = [*prompt_of(PROMPT), 1, 2, 3, *prompt_of(PROMPT)[5:]]
 LOOKUP = LookupDraft(corpus=[CORPUS])
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 # The limit of a draft, and the number of accepted tokens, or how the round fails.
-# "others": `limit` tokens of another drafter are accepted, without a draft.
+# "others": the drafter is not asked; `limit` tokens of another one are accepted.
 Round = tuple[int, int | str]
 ROUNDS: list[Round] = [
     (3, 2),
@@ -161,7 +161,7 @@ def of_assistant(target: str, head: str) -> Kind:
 
 EAGLES = [
     *(("specforge", name) for name in ("llama", "qwen3_5", "gemma3_text")),
-    # The authors' files name no layers, so 0, 2 and 3 of the target's 4 are read.
+    # The authors' files list no layers; heads read layers 0, 2 and 3 of these four.
     ("authors", "qwen3_5"),
     *((d, "llama") for d in DIALECTS if d not in ("specforge", "authors")),
 ]

@@ -63,7 +63,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
 
 def dear(monkeypatch: pytest.MonkeyPatch, *, by_keys: bool = True) -> None:
-    """Make new numbers of positions expensive, and with `by_keys` new key ranges."""
+    """Make each new number of positions expensive; if `by_keys`, of keys too."""
     monkeypatch.setattr(requests, "cuda_serves", lambda: True)
     monkeypatch.setattr(warmup, "plans_by_keys", lambda caches: by_keys)
     monkeypatch.setattr(warmup, "_say_once", lambda: None)

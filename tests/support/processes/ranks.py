@@ -46,8 +46,9 @@ def run_ranks(
 ) -> list[Ended]:
     """Run a program of `rank_programs` on every rank; kill processes left at the end.
 
-    With `launcher`, mlx.launch starts the ranks. Without it, `meanwhile` is called with
-    the ids of the running processes. The folder must be empty.
+    `meanwhile` is called with the ids of the running processes: those of the ranks, or
+    with `launcher` that of mlx.launch, which starts the ranks. The folder must be
+    empty.
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = dict(os.environ, RANKS_FOLDER=str(folder))

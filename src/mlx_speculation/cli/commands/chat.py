@@ -112,7 +112,7 @@ class _Talk:
                     break
                 if message == "/reset":
                     self.conversation.clear()
-                elif re.fullmatch("/[a-z]+", message):  # /help, or no command
+                elif re.fullmatch("/[a-z]+", message):  # /help, or an unknown command
                     self.screen.say(HELP)
                 elif message.strip():
                     self._turn(message)

@@ -1,6 +1,6 @@
-"""Faces: request and response formats of each API, over one internal request.
+"""Faces: a class for each API, which reads its requests and formats the answers.
 
-    base          the protocol of a face, answers in blocks, server-sent events
+    base          `Face`, and `BlockFace` for answers that are lists of blocks
     openai        legacy completions, and what chats share with them
     chat_completions    Chat Completions: messages in and out
     messages      the Messages API: bodies, blocks, pings
