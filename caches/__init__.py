@@ -3,7 +3,7 @@
     journal       the protocol of a journal, the undo log of one cache
     speculation   the transaction over all caches of a model
     registry      the supported cache classes, and the journal of each
-    types         this project's cache classes, conversions, lists of leaf caches
+    types         this project's cache classes, conversions, functions on leaf caches
     journals      one journal for each cache class
     snapshots     the contents of caches: take, restore, merge, split
     prefix        the prefix cache: snapshots of earlier requests, found by tokens

@@ -10,7 +10,7 @@ While a batch shrinks from 32 rows to 1, it has ten sizes, and its padding is 13
 live rows. With powers of two it would have six sizes, and 29% of padding. A plan is
 made once, but a padding row costs time in each round.
 
-Drafts of a batch have one of these lengths, or are padded to one.
+The draft length of a batch is also one of these numbers, or is padded to one.
 """
 
 from dataclasses import dataclass

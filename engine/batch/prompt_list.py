@@ -41,7 +41,7 @@ def generate_batch(
         assert error is not None
         error.add_note(
             f"This error ended row {failed[0]}. {len(failed)} of {len(prompts)} rows "
-            "failed; BatchGenerator gives the results of the other rows."
+            "failed. To get the results of the other rows, use BatchGenerator."
         )
         raise error
     return results
@@ -53,7 +53,7 @@ def options_of_rows(
     """Return the options of each row; refuse a wrong number of entries in `each`."""
     if each and len(each) != count:
         raise InvalidRequestError(
-            f"each has options for {len(each)} prompts, but prompts has {count}. Pass "
+            f"each= has {len(each)} entries, but there are {count} prompts. Pass "
             "options that hold for all prompts as separate keywords."
         )
     rows: list[StreamKeywords] = [{**options} for _ in range(count)]

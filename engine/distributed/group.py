@@ -168,7 +168,7 @@ class RankGroup:
             )
 
     def _refusals(self, place: Place, line: str) -> str:
-        """Exchange errors; return a text on the first rank with an error, or ""."""
+        """Exchange errors; return the first failed rank and its error, else ""."""
         sizes = [size for (size,) in self.exchange(place, [len(line.encode())])]
         if not any(sizes):
             return ""

@@ -73,7 +73,8 @@ class MtpDraft(HeadDraft):
 
     Raises:
         UnsupportedModelError: the target's structure does not give access to the
-            states that the head reads, or to some rows of the output layer.
+            states that the head reads, or, with `ids`, to single rows of the output
+            layer.
     """
 
     kind = "mtp"
@@ -330,7 +331,7 @@ class MtpDrafter(OpenDrafter):
         self._cache.rollback()
 
     def _read_chunk(self) -> None:
-        """Read all chunks but the newest, so that the first token comes earlier."""
+        """Read all chunks but the newest, which would delay the first token."""
         before, self._chunk_end = self._chunk_end, self.committed.stop
         self._catch_up(until=before)
 
@@ -340,7 +341,8 @@ class MtpDrafter(OpenDrafter):
         The last state, which the next draft begins with, is left unread.
 
         Args:
-            longest: how many states may remain unread; None: `LONGEST_LAG`.
+            longest: how many states before the last one may remain unread; None:
+                `LONGEST_LAG`.
             until: states from this position on remain unread too; None: no others.
         """
         committed = self.committed

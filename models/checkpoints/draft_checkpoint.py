@@ -112,7 +112,7 @@ def number(
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ModelFolderError(
             f"config.json of the {name} has {key} {value!r}, which has to be a whole "
-            f"number of at least {least}. Take a whole checkpoint."
+            f"number of at least {least}. Correct it, or take another checkpoint."
         )
     return value
 
@@ -238,7 +238,7 @@ def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | Non
         if not np.array_equal(named, np.sort(ids)):
             raise ModelFolderError(
                 f"t2d of the {drafter} has {named.size} ids and d2t {ids.size}, but "
-                "both have to have the same ids. Take a whole checkpoint."
+                "both have to have the same ids. Take another checkpoint."
             )
     return mx.array(ids.astype(np.uint32))
 

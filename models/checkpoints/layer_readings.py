@@ -49,9 +49,9 @@ class LayerList:
 
 @dataclass(frozen=True, slots=True)
 class LayerReadings:
-    """Lists of layers, on one of which a draft was trained."""
+    """Candidates for the list of layers that a draft was trained on."""
 
-    # The candidates, each with its name in messages; the first is the usual one
+    # Each with its name in messages; the first is the usual one
     layers: Mapping[Layers, str]
     name: str  # of the draft
     stated: LayerList | None = None  # the list in config.json
@@ -213,7 +213,7 @@ def usual_of_blocks(trunk: int, count: int) -> list[Layers]:
 
 
 def usual_of_eagle(trunk: int, count: int) -> list[Layers]:
-    """Return lists for EAGLE-3 heads: two of three layers, one of `count` layers."""
+    """Return three lists for EAGLE-3 heads; only the last has `count` layers."""
     return [*_three(trunk), _spread(1, trunk - 3, count)]
 
 

@@ -185,5 +185,5 @@ def _add(into: _Stated, key: str, value: Any, place: str, name: str) -> None:
 def _refused(name: str, place: str, value: Any, wanted: str) -> ModelFolderError:
     return ModelFolderError(
         f"config.json of the {name} has {place} {value!r}, which has to be {wanted}. "
-        "Take a whole checkpoint, or correct it."
+        "Correct it, or take another checkpoint."
     )

@@ -35,7 +35,8 @@ def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
     Constants are right operands: in a function compiled with `shapeless=True`,
     operations with a constant on the left take three times as long.
     """
-    y = mx.maximum(x * _PER_LN_2, -float(_BIAS))  # at this bound, 2^n is 0
+    # At the bound the bits are 0, so that 2^n is 0.0.
+    y = mx.maximum(x * _PER_LN_2, -float(_BIAS))
     n = (y - 0.5).astype(mx.int32)
     f = y - n.astype(mx.float32)
     power = f * _COEFFICIENTS[0]

@@ -86,7 +86,7 @@ def read_settings(config: Config) -> DFlashSettings:
         raise ModelFolderError(
             f"config.json of the {NAME} has projector_type {kind!r} and markov_rank "
             f"{fields.get('markov_rank')!r}, but its tensors are those of a {NAME}. "
-            "Take a whole checkpoint, or choose another drafter."
+            "Correct config.json, or choose another drafter."
         )
     gemma = (
         "gemma4" in f"{config.get('architectures')} {fields.get('model_type')}".lower()

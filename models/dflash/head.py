@@ -146,7 +146,7 @@ class DFlash:
         return self._logits(self.rows(context, token, caches, count))
 
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
-        """Return logits of the first draft after all context, [batch, 1, vocab]."""
+        """Return the logits of the drafted token after `token`, [batch, 1, vocab]."""
         return self.block(context, token, self.new_caches(), 1)
 
     def draft(

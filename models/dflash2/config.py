@@ -46,13 +46,13 @@ def read_settings(config: Config) -> DFlash2Settings:
     if blocks.anchor != "given":
         raise ModelFolderError(
             f"config.json of the {NAME} has sample_from_anchor true, but drafts of "
-            "this kind begin after the anchor. Take a whole checkpoint."
+            "this kind begin after the anchor. Correct it, or take another checkpoint."
         )
     group, dim = number(fields, "conv_group_size", NAME, 16), blocks.layers.hidden_size
     if dim % group:
         raise ModelFolderError(
             f"conv_group_size {group} in config.json of the {NAME} does not divide "
-            f"hidden_size {dim}. Take a whole checkpoint."
+            f"hidden_size {dim}. Correct it, or take another checkpoint."
         )
     softcap = fields.get("final_logit_softcapping")
     return DFlash2Settings(

@@ -96,8 +96,8 @@ def _log_snr(fields: Config) -> LogSnr | None:
     if not all(isinstance(end, int | float) for end in ends) or ends[0] == ends[1]:
         raise ModelFolderError(
             f"config.json of the {NAME} has min_log_snr {ends[0]!r} and max_log_snr "
-            f"{ends[1]!r}; log_snr_conditioning needs two different numbers. Take a "
-            "whole checkpoint."
+            f"{ends[1]!r}; log_snr_conditioning needs two different numbers. Correct "
+            "them, or take another checkpoint."
         )
     least, most = (float(end) for end in ends)  # type: ignore[arg-type]
     return LogSnr(least, most)

@@ -79,7 +79,7 @@ class DSpark(DFlash):
             last = choose(row)
 
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
-        """Return logits of the first draft after a token; see `DFlash`."""
+        """Return the logits of the drafted token after `token`; see `DFlash`."""
         normed = self.rows(context, token, self.head.new_caches(), 1)
         logits = self._logits(normed)
         markov: MarkovHead | None = self.head.get("markov_head")

@@ -62,8 +62,8 @@ def read_assistant_settings(config: Config) -> AssistantSettings:
             raise ModelFolderError(
                 f"The {NAME} has {layers.vocab_size} tokens in {centroids.groups} "
                 f"groups and reads {centroids.chosen} groups; the groups must divide "
-                f"the tokens evenly, and at most {centroids.groups} can be read. Take "
-                "a whole checkpoint."
+                f"the tokens evenly, and at most {centroids.groups} can be read. "
+                "Correct config.json, or take another checkpoint."
             )
     width = number(config, "backbone_hidden_size", NAME)
     return AssistantSettings(width, layers, centroids)

@@ -97,7 +97,7 @@ def build_mtp_head(
 ) -> tuple[MtpHead, Weights]:
     """Read a head, and return it with its norms' weights as they are stored.
 
-    `convention` includes norms. On a Linux CPU the head is float32.
+    `convention.norms` must not be None. On a Linux CPU the head is float32.
 
     Raises:
         ModelFolderError: the head is not complete.

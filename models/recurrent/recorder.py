@@ -3,12 +3,13 @@
 A hooked mixer records each of its calls on the cache that is passed to the call: the
 arguments, and notes of its convolutions and scan. Only the caches of a `Speculation`
 record calls. Nothing is stored on the model, so generators and threads do not affect
-each other. There are three cases:
+each other. The state after a prefix is made in one of three ways:
 
-    notes complete       the state follows from the notes; projections do not run
-    otherwise            the mixer runs again over its recorded inputs; this is counted
     mixer not listed,    it is not hooked, and after a partial acceptance the model runs
     or source changed    again: correct, but it takes one forward
+    notes complete       the state follows from the notes; projections do not run
+    otherwise            the mixer runs again over its recorded inputs; this is counted.
+                         If it cannot (see `Recipe.runs_again`), the model runs again
 """
 
 import functools
@@ -42,8 +43,8 @@ from mlx_speculation.models.source_digests import is_known
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
-# The innermost hook of a mixer: its methods are made from the code of the plain class,
-# so they would not run a hook of a lower rank.
+# Recording has to be the innermost hook of a mixer: its methods are made from the code
+# of the plain class, so a hook inside of it would not run.
 _RANK = 0
 
 

@@ -14,7 +14,7 @@ from functools import cache
 
 import mlx.core as mx
 
-# At most, in a block of noise; a block has at least one row
+# The most values and rows of a block of noise; a block has at least one row
 BLOCK_VALUES = 2**20
 MOST_ROWS = 64
 

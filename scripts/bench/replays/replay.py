@@ -2,8 +2,8 @@
 
 A trace has the result of each draft from each position (see scripts/traces.py), and a
 `Machine` has the cost of each round. The rounds are those of `engine.round.decoder` and
-`engine.batch.running`: a plain step submits the next step, and a draft of the next
-round continues after that step's token. Lookups are free.
+`engine.batch.running`: a plain step submits the next plain step. If the next round
+drafts, its draft begins after the token of the submitted step. Lookups are free.
 """
 
 from collections.abc import Iterator, Sequence
@@ -183,7 +183,7 @@ def _drafted(
 
 
 def texts_of(traces: Traces, pairs: Sequence[str]) -> dict[str, list[Text]]:
-    """Return the texts of pairs by group; several pairs of a target are a cascade."""
+    """Return the texts by group; several pairs of target and drafter are a cascade."""
     places = [name.split("/") for name in traces if name.startswith(f"{pairs[0]}/")]
     groups = dict.fromkeys(place[1] for place in places if len(place) == 3)
 
@@ -316,7 +316,7 @@ def replay_batch(
 ) -> None:
     """Generate texts as one batch: all requests get forwards of the same width.
 
-    A plain step of the remaining requests costs their share of the whole batch's step.
+    A round of the remaining requests costs their share of a round of the whole batch.
     """
     credit = known.credit
     lengths = BatchDraftLength(lambda _: known.each, credit, LONGEST)

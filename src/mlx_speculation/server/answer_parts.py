@@ -87,8 +87,8 @@ class AnswerParser:
         if self._machine is None:
             yield from self._added(text)
             return
-        # The machine drops marks, so it gets single characters: each completes at most
-        # one mark, and the pending text is that mark.
+        # The machine does not return the text of marks. So it gets single characters:
+        # each completes at most one mark, which is then the pending text.
         for char in text:
             self._pending += char
             self._state, segments = self._machine.split(self._state, char)

@@ -92,7 +92,7 @@ def test_costs_are_read_while_another_thread_measures() -> None:
     costs, contexts = RoundCosts(), iter(range(1, 1 << 40, 1 << 30))
 
     class Length(int):
-        """A length that is compared while another thread notes a round."""
+        """A length that notes a round when it is compared, as another thread could."""
 
         def __bool__(self) -> bool:
             costs.note(next(contexts), 1, 1.0)

@@ -1,4 +1,4 @@
-"""A text continues unchanged without a drafter that fails."""
+"""If a drafter fails, the text continues unchanged without it."""
 
 import warnings
 from collections.abc import Callable

@@ -192,7 +192,7 @@ def test_the_head_refuses_what_is_no_hidden_state(shape: tuple[int, ...]) -> Non
 
 
 def test_the_head_and_embeddings_are_not_collected() -> None:
-    """The head of gpt_neox is inside the trunk, so `head` builds a whole forward."""
+    """The output layer of gpt_neox is in the trunk: `head` builds a whole forward."""
     for name in ("llama", "gpt_neox"):
         model = build(name) if name == "llama" else census.build(name)
         taps = HiddenStates(model, layers=(0, 1), **EVERYTHING)

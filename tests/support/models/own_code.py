@@ -7,7 +7,7 @@ from support.models.demo_folders import copy_of
 
 
 def write_own_code(folder: Path, trace: Path) -> Path:
-    """Copy the draft model with its own code; running the code creates `trace`."""
+    """Copy the demo draft model, and add code that creates `trace` when it runs."""
     copy_of("draft", folder)
     config = json.loads((folder / "config.json").read_text("utf-8"))
     kind = config.pop("model_type")

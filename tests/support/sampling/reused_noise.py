@@ -20,7 +20,8 @@ from support.sampling.enumeration import (
 def enumerate_two_rounds(rule: Rule, tables: Tables) -> Array:
     """Return the joint distribution of four tokens, [pairs, vocab**4].
 
-    The tables have k = 3.
+    The tables have k = 3: the first round drafts at the first two positions, the second
+    at the last two.
     """
     first = Tables(tables.target[:3], tables.draft[:2])
     acceptance, distributions = ask(rule, first)
@@ -41,7 +42,10 @@ def enumerate_two_rounds(rule: Rule, tables: Tables) -> Array:
 
 
 def _after_one_token(tables: Tables, pair: int) -> Tables:
-    """Return the tables of a pair after its first token: a pair for each such token."""
+    """Return the tables of a pair after its first token.
+
+    They have a pair for each token that can be the first.
+    """
     vocab = tables.vocab
 
     def shifted(distributions: list[Array]) -> list[Array]:
