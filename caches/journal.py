@@ -31,7 +31,7 @@ class Journal(Protocol):
 
     @property
     def rows(self) -> int | None:
-        """Number of rows, each with a `keep` of its own; None: an empty batch."""
+        """Number of requests, each with a `keep` of its own; None: an empty batch."""
         ...
 
     @property

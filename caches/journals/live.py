@@ -20,7 +20,7 @@ class LiveJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows with a `keep` of their own: the whole cache counts as one."""
+        """Number of values of `keep`: one, for the whole cache."""
         return 1
 
     def prepare(self, keep: Any) -> None:

@@ -1,13 +1,13 @@
-"""Conversion of a segment of the tree to arrays and plain values, and back.
+"""Conversion of a prefix cache's segment to arrays and plain values, and back.
 
     arrays    `0.rows.3.1`     role 0, leaf 3: the second of its arrays of rows
               `0.states.5`     role 0: the sixth array of its states
               `0.hidden`       the target's hidden states that a head reads again
-    plan      by the mark of each role: the role's index, the number of row arrays of
-              each leaf, the fields of the role's states; `{"array": 5}` stands for
-              `0.states.5`
+    plan      maps each role's mark to the role's index, the number of row arrays of
+              each leaf, and the fields of the role's states; there `{"array": 5}`
+              stands for `0.states.5`
 
-The folder checks each file with a secret key, so a changed plan is never read.
+`SegmentFolder` checks each file with a secret key, so a changed plan is never read.
 """
 
 from collections.abc import Mapping, Sequence

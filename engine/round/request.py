@@ -35,7 +35,7 @@ class Request:
     masks: Masks | None = None  # None: there is no constraint
     # Report log-probabilities, and this many of the most probable ids; None: neither
     top: int | None = None
-    explain: bool = False  # keep plans and feedback; measure the parts of the time
+    explain: bool = False  # keep plans and feedback; time each part of a round
     statistics: Statistics = field(default_factory=Statistics)
     clock: RoundClock = field(default_factory=_clock)  # of the round that is running
 

@@ -37,7 +37,7 @@ class Drafted(Protocol):
 
     @property
     def open_drafter(self) -> OpenDrafter:
-        """The request's drafter; its `shared` is of one kind in all requests."""
+        """The request's drafter; `OpenDrafter.shared` has one class in all requests."""
         ...
 
     @property
@@ -50,8 +50,8 @@ class SharedDrafter(ABC):
     """Drafts for many requests, which share the drafter's caches.
 
     `follow` is called before every round. A round with drafts then calls `prepare` and
-    `propose`, and after that either `settle` and `done`, or `discard`. The drafter
-    never drafts while a step is in flight.
+    `propose`, and after that either `settle` and `done`, or `discard`. Callers never
+    call `propose` while a plain step is in flight.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class SharedDrafter(ABC):
         return result, failed
 
     def settle(self, accepted: Sequence[int]) -> None:
-        """Keep the first `accepted` tokens of each draft; below 0: keep none.
+        """Keep the first `accepted` tokens of each draft; numbers below 0 count as 0.
 
         Legal once the target's choices are read. An error only disables the drafter.
         """

@@ -5,9 +5,9 @@ takes the host 20 to 40 microseconds, so a forward over 5 rows waits for the hos
 weights have 4 bits and there are 2 to 7 rows, mlx reads the weights once for each row.
 The kernels here read weights once and are submitted as fast as mlx's own.
 
-In `mma.m16n8k16` (sums in float32), sixteen outputs are the rows of a matrix fragment,
-and eight rows of x are its columns. The order of k is free, if it is the same for
-weight and x, so a thread reads 16 adjacent bytes of k and uses them as two fragments.
+The result of `mma.m16n8k16`, in float32, has sixteen outputs as rows, and eight rows of
+x as columns. The order of k is free, if it is the same for weight and x, so a thread
+reads 16 adjacent bytes of k and uses them as two fragments.
 The warps of a block divide k among themselves, and add their sums in shared memory. The
 result of a row does not depend on the other rows.
 
@@ -216,7 +216,7 @@ _FOUR_BITS = f"""
       #pragma unroll
       for (int i = 0; i < WORDS; i++) {{
         const uint4 y = __ldg(xs[r] + c * (CHUNK / 8) + i);
-        // The values of k are in pairs (j, j + 4) of eight, like the weights.
+        // Pairs values j and j + 4 of each eight of x, as `& low` pairs the weights.
         const unsigned y0 = __byte_perm(y.x, y.z, 0x5410);
         const unsigned y1 = __byte_perm(y.x, y.z, 0x7632);
         const unsigned y2 = __byte_perm(y.y, y.w, 0x5410);

@@ -12,8 +12,8 @@ These are most of the weights that a decode step reads. But the states follow fr
     the last raw key and value   all raw keys and values            a copy of one row
     the last token ids           the ids                            a copy of n ids
 
-Everything here is lazy, and reads no weights except each head's decay and bias. If
-notes are incomplete, for example because the source code of a scan is unknown, the
+Everything here is lazy, and reads no weights except the decay and the bias of a scan.
+If notes are incomplete, for example because the source code of a scan is unknown, the
 mixer runs again over its inputs.
 """
 
@@ -52,7 +52,7 @@ def noting_reruns() -> Iterator[list[nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A function that turns inputs with positions and a state into the next state."""
+    """A function that makes the next state from a state and the inputs of positions."""
 
     module: str
     name: str
@@ -61,7 +61,7 @@ class Scan:
     state: str
     rows: Mapping[str, int]  # argument with positions -> the axis of the positions
     called_in: str = "__call__"  # the method of the mixer that calls it
-    # Takes the scan's arguments and runs all rows at once; returns None if it cannot
+    # Computes all rows together, from the scan's arguments; returns None if it cannot
     in_chunks: Callable[..., Block | None] | None = None
 
     @property
@@ -199,7 +199,7 @@ class ScanCall:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    chunk: Block | None = None  # the block that ran instead; None: the scan ran
+    chunk: Block | None = None  # made in place of the scan; None: the scan ran
 
     def arguments(self) -> dict[str, Any]:
         """Return the passed arguments by name."""

@@ -1,7 +1,7 @@
 """Targets that read images: models of mlx-vlm, decoded like text models.
 
-`load` makes a `VisionTarget` from a model's folder; only `load` imports mlx-vlm, when
-it is called. A request passes an `ImagePrompt`, and an `ImageForward` feeds it to the
+The module `load` makes a `VisionTarget` from a model's folder; only functions in it
+import mlx-vlm. A request passes an `ImagePrompt`, and an `ImageForward` feeds it to the
 target.
 """
 

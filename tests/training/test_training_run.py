@@ -151,7 +151,7 @@ BLOCKS = replace(
 def test_a_drafter_of_blocks_learns_to_draft(
     kind: Any, target: Path, tmp_path: Path
 ) -> None:
-    """The target's output layer lets a drafter draft every id. A killed run resumes."""
+    """Without `draft_vocab` every id can be drafted. A killed run resumes."""
     out, whole = tmp_path / "drafter", replace(BLOCKS, kind=kind, draft_vocab=None)
     at = whole.steps or 0
 

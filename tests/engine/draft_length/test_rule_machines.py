@@ -92,7 +92,7 @@ def machine_of(costs: dict[int, float], **options: float) -> Machine:
     known=st.booleans(),
     seed=st.integers(0, 99),
 )
-@example(  # long drafts that are expected to pay, and lose more than the credit
+@example(  # long drafts that are expected to pay, and do not
     verify=[1.8125, 0, 0, 0, 0, 1.0625, 0, 1, 0, 0, 0, 0, 0, 0, 0.3125, 0.125],
     first=1.0,
     right=0.65625,
@@ -102,7 +102,7 @@ def machine_of(costs: dict[int, float], **options: float) -> Machine:
 def test_no_machine_and_no_text_lose_more_than_the_credit(
     verify: list[float], first: float, right: float, known: bool, seed: int
 ) -> None:
-    """Beyond the credit, at most one round of a length with unknown cost is lost."""
+    """Beyond the credit, at most one round is lost."""
     costs = [1.0, *(first + np.cumsum(verify))]
     known_costs = known_of(
         RoundCosts({0: dict(enumerate(costs))}) if known else None, 0.9
@@ -179,7 +179,7 @@ def test_kept_costs_that_are_wrong_are_corrected(
 
 
 def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
-    """A step that lasts `cold` submits the next one, which then lasts `left` more."""
+    """A plain step that takes `cold` has submitted the one of which `left` remains."""
     for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0), (None, 1.0)):
         policy = policy_of(0.0, seconds={0: 1.0})
         if cold is not None:

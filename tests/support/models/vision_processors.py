@@ -17,7 +17,8 @@ class VisionFiles:
     """The files of a processor."""
 
     marker: str  # stands for an image in a text
-    names: tuple[str, ...] = NAMES  # tokens from 256 on; the third stands for a slot
+    # Tokens with ids from 256 on; the third stands for one slot (see `engine_ids`)
+    names: tuple[str, ...] = NAMES
     image_processor: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
     special: dict[str, str] = field(default_factory=dict)  # tokenizer's attributes

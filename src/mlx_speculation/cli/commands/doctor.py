@@ -129,7 +129,7 @@ def _table(facts: Facts, device: dict[str, Any]) -> Table:
     if facts.backend == "cpu":
         table.add_row("BLAS", facts.blas)
         if facts.openblas:
-            set_by = facts.threads or "as they were when it was loaded"
+            set_by = facts.threads or "not set by this package"
             table.add_row("its threads", set_by)
     for name, value in facts.environment.items():
         table.add_row(name, value)

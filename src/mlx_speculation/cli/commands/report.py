@@ -215,7 +215,10 @@ def _check(measured: Measured) -> list[str]:
     rows, differs = measured["rows"], ""
     if rows["differing_rows"]:
         difference, margin = rows["largest_difference"], rows["tolerance"]
-        differs = f", by up to {difference:.3g}, near-ties below {margin:.3g}"
+        differs = (
+            f". Logits differ by up to {difference:.3g}; scores that are at most "
+            f"{margin:.3g} apart are near-ties"
+        )
     return [
         f"Drafts verified at once and token by token: {rows['verdict']}, "
         f"{rows['differing_rows']} of {rows['rows']} positions differ{differs}."
@@ -263,8 +266,8 @@ def _benchmark(measured: Measured) -> list[str]:
     size = f"{measured['passes']} {kind} of up to {measured['tokens']} tokens"
     text = "all equal" if measured["same"] else "NOT ALL EQUAL"
     return [
-        f"{size}, {text} to those of plain decoding; `x plain` is the median of the "
-        "speeds over plain decoding's in the same pass:",
+        f"{size}, {text} to those of plain decoding; `x plain` is the median, over the "
+        "passes, of the speed divided by plain decoding's in the same pass:",
         *("", *lines, "", measured["advice"]),
     ]
 

@@ -132,7 +132,7 @@ class Called(Named):
             values["arguments"] = {"input": str(values["input"])}
 
     def block(self, id: str) -> "UseBlock":
-        """Return the call as a block, under its flat name."""
+        """Return the call as a block, with the name of the chat template."""
         return UseBlock(id=id, name=self.flat, input=self.arguments)
 
 
