@@ -36,8 +36,8 @@ class Chooser:
         sampling: Sampling,  # the request's options, with a seed
         width: int,  # the number of token ids, and of values in every draw of noise
         *,
-        # Ids from `limit` on are never chosen, because the target has no logits for
-        # them; None: `width`. Logits can have more or fewer columns than `limit`
+        # Ids from `limit` on are never chosen: the target has no logits for them.
+        # Further columns of logits are cut off; there may be fewer. None: `width`
         limit: int | None = None,
         # Ids below `limit` that do not exist, int32 [n], or None
         missing: mx.array | None = None,
@@ -61,13 +61,13 @@ class Chooser:
         """Return a chooser with the draft temperature and the same noise."""
         if self.sampling.for_drafts is self.sampling:
             return self
-        other = copy(self)  # shares the noise object, so that blocks are drawn once
+        other = copy(self)  # shares the noise object, so that no noise is drawn twice
         other.sampling = self.sampling.for_drafts
         other.greedy = other.sampling.greedy
         return other
 
     def in_fixed_shape(self, rows: int) -> "Chooser":
-        """Return a chooser that filters and normalizes after padding to `rows` rows."""
+        """Return a chooser that pads to `rows` rows before it filters."""
         other = copy(self)
         other._rows = rows
         return other

@@ -224,17 +224,17 @@ def batch(leaf: Any) -> int | None:
 
 
 def positions(leaf: Any) -> list[int] | None:
-    """Return how many tokens each row holds; None: not known, or the leaf is empty."""
-    # A leaf that the model does not use has offset 0.
+    """Return how many tokens each request has; None: not known, or an empty leaf."""
     offset: Any = getattr(leaf, "offset", 0)
     if isinstance(offset, mx.array):
         each: Any = offset.tolist()
         return None if leaf.keys is None else list(each)
+    # Offset 0 means "not known": it stays 0 in a leaf that the model does not use.
     return [offset] * (batch(leaf) or 1) if offset else None
 
 
 def check_tokens(caches: Sequence[Any], counts: list[int], whose: str) -> None:
-    """Require that every leaf holds `counts[row]` tokens in each row."""
+    """Require that every leaf holds `counts[row]` tokens of each row of the batch."""
     for leaf in flat(caches):
         stored, size = positions(leaf), batch(leaf)
         need(
@@ -246,10 +246,11 @@ def check_tokens(caches: Sequence[Any], counts: list[int], whose: str) -> None:
             continue
         need(
             len(stored) == len(counts),
-            f"the {whose} caches have {len(stored)} rows, and the tokens {len(counts)}",
+            f"the {whose} caches hold {len(stored)} requests, but there are tokens of "
+            f"{len(counts)}",
         )
         row = next(i for i, count in enumerate(counts) if stored[i] != count)
         raise FlawError(
             f"a {type(leaf).__name__} of the {whose} holds {stored[row]} tokens in row "
-            f"{row}, but that row has {counts[row]} tokens"
+            f"{row} of the batch, but that row has {counts[row]} tokens"
         )

@@ -9,8 +9,9 @@ references to the state before a write. After a prefix of a write the layer hold
     compress_kv, index_k        the groups that were full by then: a slice
     pending_kv, pending_gate    the rows of the group that was open then
 
-The pending rows after a prefix can be gone from the cache: with 2 pending rows and
-ratio 4, a write of 5 rows closes a group. So the journal records the compressor's call
+Rows that were pending after a prefix can be gone after the whole write. For example,
+2 rows are pending, the ratio is 4, and 5 rows are written: the 3 rows that are pending
+after the first are then in a full group. So the journal records the compressor's call
 and runs it again over the prefix, as `ArraysJournal` does with mixers. The compressor's
 hook (`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is None if
 a call was not recorded.
@@ -91,7 +92,7 @@ class LayerWrite:
 
 
 class RecordingLayerCache(LayerCache):
-    """A view of the live cache that records each write in a slot of its own."""
+    """A view of the live cache that records each write in its own slot `writes`."""
 
     __slots__ = ("writes",)
     writes: list[LayerWrite]
@@ -110,7 +111,7 @@ class RecordingLayerCache(LayerCache):
 
 
 class LayerJournal(LiveJournal):
-    """Journal of one `LayerCache`; with `whole`, nothing is recorded."""
+    """Journal of one `LayerCache`; `whole`: nothing is recorded, a commit keeps all."""
 
     def __init__(self, cache: LayerCache, whole: bool = False) -> None:
         self._cache = cache

@@ -23,7 +23,7 @@ from mlx_speculation.models import (
     spread_as,
 )
 
-# Parts of the target for which a drafter on rank 0 may need all ranks.
+# Parts of the target that a drafter on rank 0 may read, and all ranks help to make.
 STATES, OUTPUT = "hidden states", "the output layer"
 
 
@@ -65,8 +65,8 @@ class RankedTarget:
         if prefix_cache is not None:
             raise InvalidRequestError(
                 f"prefix_cache cannot be used on the {self.group.size} ranks of this "
-                "target: each rank could drop other tokens from its cache. Leave "
-                "prefix_cache out."
+                "target: the ranks could drop different tokens from their caches. "
+                "Leave prefix_cache out."
             )
         for member in members_of(draft) if self.group.leads else ():
             if any(spread_as(model) is not None for model in member.models):
@@ -79,7 +79,7 @@ class RankedTarget:
                     f"draft is of kind {member.kind!r}, but a target on ranks needs "
                     "a model, a lookup, an MTP head or a Drafter."
                 )
-            # The head gets a copy of the whole layer when its first stream begins.
+            # `running` joins a split output layer, and gives it to the head.
             if self._needs_output(member) and not can_join_output(self._model):
                 raise UnsupportedModelError(
                     "The MTP head needs the whole output layer of "

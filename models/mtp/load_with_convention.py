@@ -121,10 +121,10 @@ def usual_convention(model: nn.Module) -> MtpConvention:
 def _say_mixture(result: FoundHead, convention: MtpConvention) -> None:
     if isinstance(convention.norms, tuple):
         notice(
-            f"The norms of the MTP head in {result.files.source} of "
-            f"{str(result.folder)!r} seem to be stored as w, applied as 1 + w, only "
-            f"for {', '.join(convention.norms)}: read in this form, the head predicts "
-            "more of the target's text. Pass convention= to choose another form."
+            f"In the MTP head in {result.files.source} of {str(result.folder)!r} only "
+            f"the norms {', '.join(convention.norms)} seem to be stored as w and "
+            "applied as 1 + w: with this form, the head predicts more of the target's "
+            "text than with others. Pass convention= to choose another form."
         )
 
 

@@ -1,8 +1,8 @@
 """Ctrl-C at any moment of a stream or batch neither loses nor repeats a token.
 
-A timer's signal raises only inside calls of this package, since a library cannot know
-what its caller's frame loses. It does not raise where Python drops exceptions;
-tests/test_deferred_signals.py is about these places.
+A timer's handler raises only while code of this package runs: a library cannot prevent
+that its caller loses a token that was already returned. It does not raise where Python
+drops exceptions; tests/test_deferred_signals.py is about these places.
 """
 
 import gc
@@ -92,7 +92,7 @@ def interruptions() -> Iterator[Interruptions]:
 
 def signal_at_opcode(number: int) -> AbstractContextManager[list[int]]:
     """Raise the timer's signal at opcode `number` of this package's frames."""
-    # These two make no call before finalize() is ready, so they handle no signal.
+    # In these two, an exception before finalize() defers signals would be dropped.
     skip = (Stream.__del__.__code__, finalize.__code__)
     return at_opcode(
         number, OURS, lambda: signal.raise_signal(signal.SIGALRM), skip=skip
@@ -213,7 +213,7 @@ def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
             tokens.append(next(stream).token)
         return stream, tokens
 
-    next(started(make_prompt_cache(made.model))[0])  # what happens only once
+    next(started(make_prompt_cache(made.model))[0])  # for work that is done only once
     stream, _ = started(make_prompt_cache(made.model))
     with signal_at_opcode(0) as left:
         next(stream)
@@ -313,12 +313,12 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it() -> None:
 
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        drop(0)  # what happens only once
+        drop(0)  # for work that is done only once
         count, raised = -drop(0), 0
         assert count > 100
         for opcode in range(1, count, -(-count // 12)):
             try:
-                assert drop(opcode) > 0, opcode  # the drop ended first
+                assert drop(opcode) > 0, opcode  # ended before the signal
             except KeyboardInterrupt:
                 raised += 1
         assert raised > 5

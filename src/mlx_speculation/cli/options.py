@@ -33,8 +33,8 @@ DraftLength = Annotated[
         "--num-draft-tokens",
         min=0,
         rich_help_panel=DRAFT,
-        help="Tokens drafted per round; 0 is plain decoding. By default adaptive: as "
-        "many as pay here.",
+        help="Tokens drafted per round; 0 is plain decoding. By default adaptive: in "
+        "each round as many as are expected to save time.",
     ),
 ]
 Json = Annotated[
@@ -270,7 +270,8 @@ class EndOptions:
             if token not in vocabulary:
                 raise InvalidRequestError(
                     f"--extra-eos-token is {token!r}, and the tokenizer has no such "
-                    f"token among its {len(vocabulary)}. For a longer text use --stop."
+                    f"token among its {len(vocabulary)}. To end at a longer text, pass "
+                    "it as --stop."
                 )
             ends.add(int(vocabulary[token]))
         return ends

@@ -33,7 +33,7 @@ class Acceptance:
     # For each d, the share of slots whose first d drafted tokens are all accepted
     positions: tuple[float, ...]
     length: float  # mean number of tokens that a round of `ROUND` drafted tokens emits
-    rounds: int  # number of rounds or slots in the mean
+    rounds: int  # how many rounds (or slots) `length` is the mean of
 
 
 def check_acceptance(

@@ -418,7 +418,7 @@ def _described(path: Path, description: str) -> None:
         ({"draft_seen": None}, "has 2 caches, target_caches is 1"),
         ({"draft_seen": 3}, "draft_seen is 3, which is not a list of whole numbers"),
         ({"draft_seen": [4]}, r"draft_seen is \[4\], but has to be"),
-        ({"draft_seen": [2]}, "of the drafter holds 3 tokens in row 0, but .* has 2"),
+        ({"draft_seen": [2]}, "of the drafter holds 3 tokens in row 0 of .* has 2"),
         ({"window_sizes": [3]}, "window_sizes is a list, which is not an object"),
         ({"window_sizes": {"0": "3"}}, "which is not an object of whole numbers"),
         ({"more": 1}, "its description does not have exactly the keys draft_seen, "),

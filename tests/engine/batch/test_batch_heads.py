@@ -227,7 +227,7 @@ def insert_planned(
 
 @pytest.mark.parametrize("where", ["forward", "read"])
 def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> None:
-    """A plain step is committed when submitted, but read once the next is submitted."""
+    """A plain step is committed when submitted, and read after the next one was."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     plain = Pending.read
     for number in range(1, 7):
@@ -463,7 +463,8 @@ def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
     cases = [Case(40, SAMPLINGS[1], 12), Case(23, SAMPLINGS[0], 12)]
     cases.append(Case(17, SAMPLINGS[2], 12))
     drafted = drafts_of(generator, cases)
-    # The last known token is fed again, for the state that the head reads.
+    # 33 and 16 cached tokens precede a prompt's last one, which is always fed. One more
+    # token is fed again, for the state that the head reads.
     assert [result.stats.reused for result, _ in drafted][::2] == [32, 15]
     for case, (result, drafts) in zip(cases, drafted, strict=True):
         made.check(case, result.tokens)

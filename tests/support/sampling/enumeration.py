@@ -1,8 +1,9 @@
 """Exact distribution of the tokens that a rule emits, without sampling.
 
-In tables, `target[d]` is [pairs, vocab**d, vocab]: a distribution for each prefix of d
-tokens, numbered in base `vocab`. The rule gets all drafts of k tokens as batch rows.
-Its results are averaged, weighted by the drafts' probabilities.
+A table has several pairs of a target and a draft. `target[d]` is [pairs, vocab**d,
+vocab]: a distribution for each prefix of d tokens, numbered in base `vocab`. The rule
+gets all drafts of k tokens as batch rows. Its results are averaged, weighted by the
+drafts' probabilities.
 
 The result is the joint distribution of the first k + 1 tokens. If a round emits fewer,
 the target's distribution continues them.
@@ -27,7 +28,8 @@ from support.sampling.shared_noise import shared_noise_distribution
 
 Array = NDArray[np.float64]
 Ids = NDArray[np.int64]
-Counts = Callable[[Array], Array]  # acceptance [..., k] to odds of 0..k, [..., k + 1]
+# Acceptance [..., k] to the probabilities of 0..k accepted tokens, [..., k + 1]
+Counts = Callable[[Array], Array]
 EXACT = 1e-12
 Flags = NDArray[np.bool_]
 
@@ -70,7 +72,7 @@ class Rule:
 
 
 def first_failure(acceptance: Array) -> Array:
-    """Odds of each accepted count if the first coin that fails ends the round."""
+    """Probability of each accepted count if the first failing coin ends the round."""
     ones = np.ones((*acceptance.shape[:-1], 1))
     reached = np.concatenate([ones, np.cumprod(acceptance, axis=-1)], axis=-1)
     fails = np.concatenate([1 - acceptance, ones], axis=-1)
@@ -79,7 +81,7 @@ def first_failure(acceptance: Array) -> Array:
 
 
 def last_success(acceptance: Array) -> Array:
-    """Odds of each accepted count if the last coin that passes decides it."""
+    """Probability of each accepted count if the last passing coin decides it."""
     ones = np.ones((*acceptance.shape[:-1], 1))
     fails = np.flip(np.cumprod(np.flip(1 - acceptance, -1), axis=-1), -1)
     after = np.concatenate([fails, ones], axis=-1)
@@ -165,7 +167,7 @@ def ask(
 
     The probabilities are [pairs, vocab**k, k]. The distributions are of the next token,
     one array [pairs, vocab**k, vocab] for each accepted count. As distributions of the
-    draft, the rule gets `shown` (default: `tables.draft`), and none without `chance`.
+    draft, the rule gets `shown` (default: `tables.draft`), or None if not `chance`.
     """
     k, vocab = tables.k, tables.vocab
     with mx.stream(mx.cpu):  # the only device with float64
