@@ -227,7 +227,7 @@ def insert_planned(
 
 @pytest.mark.parametrize("where", ["forward", "read"])
 def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> None:
-    """A plain step is committed when submitted, and read after the next one was."""
+    """A plain step is committed at once, but read after the next is submitted."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     plain = Pending.read
     for number in range(1, 7):

@@ -198,7 +198,7 @@ def test_many_prompts_have_options_of_their_own() -> None:
 
 def test_options_of_other_prompts_and_lone_prompts_are_refused() -> None:
     made = generator()
-    with pytest.raises(InvalidRequestError, match="options for 2 prompts"):
+    with pytest.raises(InvalidRequestError, match="each= has 2 entries"):
         made.generate_batch([[1], [2], [3]], each=[{"max_tokens": 1}, {}])
     with pytest.raises(InvalidRequestError, match="prompts is a str"):
         made.generate_batch("a prompt")
