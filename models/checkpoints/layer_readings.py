@@ -213,7 +213,7 @@ def usual_of_blocks(trunk: int, count: int) -> list[Layers]:
 
 
 def usual_of_eagle(trunk: int, count: int) -> list[Layers]:
-    """Return three lists for EAGLE-3 heads; only the last has `count` layers."""
+    """Return lists for EAGLE-3 heads: two lists of 3 layers, then one of `count`."""
     return [*_three(trunk), _spread(1, trunk - 3, count)]
 
 

@@ -52,7 +52,7 @@ def noting_reruns() -> Iterator[list[nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A function that makes the next state from a state and the inputs of positions."""
+    """A function that makes the next state from a state and an input per position."""
 
     module: str
     name: str

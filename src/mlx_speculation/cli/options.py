@@ -33,8 +33,8 @@ DraftLength = Annotated[
         "--num-draft-tokens",
         min=0,
         rich_help_panel=DRAFT,
-        help="Tokens drafted per round; 0 is plain decoding. By default adaptive: in "
-        "each round as many as are expected to save time.",
+        help="Tokens drafted per round; 0: plain decoding. By default adaptive: as "
+        "many as save time.",
     ),
 ]
 Json = Annotated[
