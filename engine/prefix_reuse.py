@@ -48,7 +48,8 @@ class PrefixReuse:
         again = 0 if head is None else head.again
         in_memory = cache.fetch(named)
         for which, lane in self._each():
-            # In a batch, a shared draft model lags two tokens behind each text.
+            # `named` lacks the last token. A draft model resumes one token less: if a
+            # batch shares it, it lags two tokens behind each text.
             known = named[:-1] if which else named
             rows = cache.lookup(which, known, 0 if which else again)
             if rows is not None:

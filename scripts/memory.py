@@ -1,9 +1,9 @@
 """Peak memory of speculation over many rounds, beside plain decoding, in bytes.
 
 The bound is 1.05 times the peak of mlx-lm's plain decoding of the same number of
-tokens, plus the slack of sliding windows, k + 1 rows of logits, and the draft's
-weights, its caches and the needs of open rounds as in `Result.memory`. The peak is
-measured after the prefill. The script fails if a peak is above its bound.
+tokens, plus the slack of sliding windows, k + 1 rows of logits, and three parts of
+`Result.memory`: `draft_weights`, `draft_caches` and `rounds`. The peak is measured
+after the prefill. The script fails if a peak is above its bound.
 
     python scripts/memory.py --target dense --target sliding --target hybrid
 """

@@ -67,7 +67,7 @@ class Persistence:
             self._places[end.hexdigest()] = known, end
 
     def _leading_to(self, segment: Segment) -> tuple[Node, Any] | None:
-        """Return the node where a segment begins, and the digest of all tokens before.
+        """Return the node before a segment, and the digest of all tokens up to its end.
 
         None: the tokens before the segment are not in the tree.
         """

@@ -69,7 +69,7 @@ def _prompt(
     if images:
         raise InvalidRequestError(
             f"{len(images)} images were passed with an ImagePrompt, which has its own. "
-            "Leave one of them out."
+            "Leave images out."
         )
     return prompt
 
@@ -93,7 +93,7 @@ def _check_options(
     if wanted or known is None or model.placeholder in known:
         raise InvalidRequestError(
             "prompt_cache was passed to a vision model, in which images change the "
-            "positions of later tokens. Pass the whole conversation with its images, "
-            "and let a PrefixCache find what is known of it; only text may follow "
-            "cached_tokens, which must be without images."
+            "positions of later tokens. If there are no images, pass cached_tokens "
+            "too. Else leave prompt_cache out, pass the whole conversation with its "
+            "images, and let a PrefixCache find what is known of it."
         )

@@ -91,7 +91,7 @@ class MtpHead(nn.Module):
         self.depth = len(layers) if chained else depth
 
     def assume(self, convention: MtpConvention) -> None:
-        """Use another convention from now on; the norms do not change."""
+        """Use another convention from now on; the weights of norms stay as they are."""
         self.convention = convention
         for layer in self.layers:
             layer.order = convention.order
@@ -135,7 +135,7 @@ class Mtp(HeadOnTarget):
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """See `HeadOnTarget`; here all positions are projected at once."""
+        """See `HeadOnTarget`; here `proj` runs over all positions at once."""
         module = self.head.layers[layer]
         x = self._x(module, hidden, tokens)
         if x.shape[1] > 1:

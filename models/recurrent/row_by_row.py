@@ -1,9 +1,9 @@
 """A scan that is run one row at a time, and the state after each row.
 
-In exact mode a row's result must not depend on the number of rows fed with it. But a
-scan over a block can use another formula than a scan over a single row. So the scan is
-called for each row, with the state that the previous call returned. Rows of padding are
-not run, and their results are zeros.
+A row is one position of a block. In exact mode its result must not depend on the number
+of rows fed with it. But a scan over a block can use another formula than a scan over a
+single row. So the scan is called for each row, with the state that the previous call
+returned. Rows of padding are not run, and their results are zeros.
 """
 
 from collections.abc import Callable, Sequence

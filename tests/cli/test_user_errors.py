@@ -240,7 +240,7 @@ def test_values_are_checked_before_a_model_is_loaded(commands: Commands) -> None
 
 def test_input_that_is_no_utf8_is_refused(commands: Commands) -> None:
     said = commands.refused(*PLAIN, text=b"abc\xff")
-    assert said.startswith("Standard input is not UTF-8: byte 0xff stands at 3")
+    assert said.startswith("Standard input is not UTF-8: byte 0xff stands at offset 3")
     said = commands.refused(*PLAIN, "-p", b"a\xfe".decode("utf-8", "surrogateescape"))
     assert said.startswith("The prompt is not UTF-8: byte 0xfe stands at character 1")
 

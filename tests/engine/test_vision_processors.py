@@ -1,4 +1,4 @@
-"""Prompts from processors of mlx-vlm, for families without a folder in the tests."""
+"""Prompts from processors of mlx-vlm, for families without a tiny model folder."""
 
 import io
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Files that commands read and write, except models: prompts, schemas, pages.
+"""Files that commands read and write, such as prompts and images, but not models.
 
 An unusable file raises an `InvalidRequestError` that names the option. A failed write
 raises a `SpeculationError`.
@@ -54,7 +54,7 @@ def decoded(name: str, content: bytes) -> str:
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
             f"{name} is not UTF-8: byte 0x{content[error.start]:02x} stands at "
-            f"{error.start}. Convert it, for example with iconv."
+            f"offset {error.start}. Convert it, for example with iconv."
         ) from error
 
 

@@ -177,7 +177,7 @@ def visible(cache: Any, rows: Rows) -> list[list[int]]:
 def test_rows_of_a_round_see_what_they_would_see_one_by_one(
     window: int, keep: int
 ) -> None:
-    """mlx-lm's mask hides the rows of `keep` from all but the first row of a write."""
+    """mlx-lm's own mask would hide the rows of `keep` from later rows of a write."""
     for kept_rows in range(2 * window + 2):
         for width in range(1, window + 3):
             serials = tuple(range(kept_rows, kept_rows + width))

@@ -197,7 +197,7 @@ def test_one_ctrl_c_at_the_prompt_of_a_terminal_does_not_end_it(
 
 def test_a_message_that_is_no_utf8_is_refused(commands: Commands) -> None:
     said = commands.refused("chat", DRAFT, text=b"a\xff\n")
-    assert said.startswith("Standard input is not UTF-8: byte 0xff stands at 1")
+    assert said.startswith("Standard input is not UTF-8: byte 0xff stands at offset 1")
 
 
 @given(

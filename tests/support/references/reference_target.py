@@ -93,8 +93,9 @@ def assert_drafts(
 ) -> None:
     """Assert that logits equal the reference's up to rounding of float32.
 
-    `seen` has the logits of each draft and the ids of their columns, or None for `ids`.
-    `expected` is [drafts, V], -inf at ids that the drafter cannot draft.
+    `seen` has, for each drafted token, its logits and the ids of their columns; None:
+    the ids are `ids`. `expected` is [drafted tokens, V], -inf at ids that the drafter
+    cannot draft.
     """
     assert len(seen) == len(expected)
     for (logits, row_ids), row in zip(seen, expected, strict=True):

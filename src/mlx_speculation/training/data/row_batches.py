@@ -33,13 +33,13 @@ class RowBatches:
         more: int,  # tokens of a row after its slots
         seed: int,
         anchors: int | None = None,  # number of random slots of a row; None: all slots
-        first: int = 0,  # slot i drafts token i + first
+        first: int = 0,  # token i + first is the first that slot i drafts
     ) -> None:
         self._dialogues, self._rows, self._slots = dialogues, rows, slots
         self._more, self._seed = more, seed
         self._anchors, self._first = anchors, first
         total = sum(len(each.tokens) for each in dialogues)
-        # At least one batch; the rows of a batch overlap if the text is too short.
+        # At least one batch; if the text is too short for it, its rows share slots too.
         self._count = max(rows, (total - more) // slots)
         self._joined: tuple[int, RowBatch] | None = None
 
