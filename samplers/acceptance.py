@@ -83,8 +83,8 @@ class Group(NamedTuple):
 
     members: tuple[int, ...]  # their indexes among the round's requests
     # All rows of one member, then those of the next; each member has equally many.
-    # `accepted` is int32 [members], or [] for a request that was decided alone, or None
-    # if nothing was drafted
+    # `accepted` is int32 [members], or a scalar for a request that was decided alone,
+    # or None if nothing was drafted
     verified: Verified
 
 

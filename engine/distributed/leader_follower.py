@@ -55,7 +55,7 @@ class RankedDrafter(WrappedDrafter):
     """The leader's drafter, on every rank; a follower passes None for `inner`."""
 
     def __init__(self, session: RankSession, inner: OpenDrafter | None) -> None:
-        super().__init__(inner or OpenDrafter())  # `inner` handles its own faults
+        super().__init__(inner or OpenDrafter())  # `inner` has a guard
         self._session = session
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
@@ -119,14 +119,14 @@ class RankedDecisions(Verifier):
         *,
         accepts: bool,
     ) -> Verified:
-        """Return the leader's decision on the last `rows` rows of `logits`, [n, vocab].
+        """Return the leader's decision on `rows` rows of `logits`, made by `decide`.
 
         If `decide` fails, for example in a user's logits processor, the followers get
         unusable rows, which end the followers' round too. Log-probabilities are not
         sent. With `accepts`, the decision has a number of accepted tokens.
         """
-        # `packed` depends on the logits, so that their sums over the ranks are computed
-        # before it is sent.
+        # `packed` depends on the logits, so that it is sent after the arrays that the
+        # ranks exchange in the forward.
         zeros = mx.zeros((2 * rows + accepts,), mx.uint32)
         packed, log_probs = mx.depends(zeros, logits), None
         if self._session.leads:

@@ -27,7 +27,7 @@ from pathlib import Path
 LOOK_SECONDS = 0.2
 # Seconds until a stuck process prints an error, and until it is ended. Both are counted
 # from the later of two events: the detection of the loss, and the entry into mlx.
-# mlx.launch ends all ranks 1 to 2 s after the first of them has ended.
+# The error comes early, since mlx.launch ends all ranks 1 to 2 s after one has ended.
 SAY_SECONDS, END_SECONDS = 1.0, 4.0
 STATUS = 70  # exit status
 _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -61,7 +61,7 @@ class RingWatch:
     def lost(self, wait: float = 0.0) -> list[int]:
         """Return the lost neighbours; wait up to `wait` seconds for a loss.
 
-        After a first loss, all calls return its ranks: it causes any further losses.
+        All calls after a loss return the ranks of that loss, which causes later losses.
         """
         until = time.monotonic() + wait
         while self._ranks:

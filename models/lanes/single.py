@@ -199,7 +199,7 @@ class Lane(RequestLane):
         Chunks have at most `step` tokens (None: `prefill_step`), and at most `room` in
         exact mode. With `points`, chunks also end where a restore point is due. An
         error leaves the caches at the end of the last finished chunk. If the rest is
-        fed later, chunks end at the same places.
+        fed later, its chunks end where they would have ended without the error.
 
         `each` is called with every kept chunk and the chunk's evaluated hidden states,
         and needs `taps`. `fits` is called with the length of every chunk before the
@@ -322,7 +322,8 @@ class LaneRound(RequestRound):
     def commit(self, keep: Keep) -> None:
         """Keep the first `keep` tokens fed."""
         keep = keep if isinstance(keep, int) else keep[0]
-        if self._prepared != keep and not self._whole:  # whole: `speculation` prepares
+        # In a whole round, `speculation.commit` prepares by itself.
+        if self._prepared != keep and not self._whole:
             self.prepare(keep)
         lane, speculation = self._lane, self.speculation
         lane.count_bytes(speculation, self._width, self._whole)

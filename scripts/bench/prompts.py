@@ -45,7 +45,7 @@ class Question:
 
 
 def bundled(groups: Sequence[str] | None, count: int) -> dict[str, list[Question]]:
-    """Return the first `count` bundled prompts of each group; None: of all groups."""
+    """Return the first `count` bundled prompts of each of `groups`; None: of all."""
     result = [
         Question(each.group, each.source, (each.text,), chat=False)
         for each in demo_prompts()
@@ -56,7 +56,7 @@ def bundled(groups: Sequence[str] | None, count: int) -> dict[str, list[Question
 def read_questions(
     path: Path, groups: Sequence[str] | None, count: int
 ) -> dict[str, list[Question]]:
-    """Return the first `count` questions of each group in a file; None: of all groups.
+    """Return a file's first `count` questions of each of `groups`; None: of all.
 
     Raises:
         ValueError: a line is no question, or a group has none.

@@ -450,7 +450,7 @@ def test_calibrate_prints_what_rounds_cost(
     assert report["seconds_by_rows"]["2"]["512"].keys() >= {"0", "1", "8"}
     assert len(list((tmp_path / "costs").glob("*.json"))) == 2
     done = commands(*measuring, "--batch", "2")
-    for said in ("plain", "512", "a round of 2 requests", "Rounds are submitted"):
+    for said in ("plain", "512", "a round of 2 requests", "are submitted"):
         assert said in done.output
 
 

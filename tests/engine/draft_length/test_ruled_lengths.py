@@ -25,7 +25,8 @@ from support.models.tiny_tokenizer import byte_tokenizer
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 TOKENS = 40
 _no_choice: Any = None  # lookups do not choose
-LANE: Any = Lane(build("llama"))  # it is empty, so no step is in flight
+# It holds no tokens, so a step is in flight only if the sequence has none either.
+LANE: Any = Lane(build("llama"))
 
 
 class Proposing(OpenDrafter):
@@ -71,7 +72,8 @@ def test_behind_a_step_the_first_token_stands_for_its_own() -> None:
     lengths.plan(0, 8)
     drafter = RuledDrafter([Proposing([0.9, 0.8, 0.1, 0.1])], lengths, LANE)
     assert drafted(drafter) == 2
-    assert drafted(drafter, tokens=0) in (0, 2, 3)  # never the step's token alone
+    # Never 1: the first token only guesses the token of the step.
+    assert drafted(drafter, tokens=0) in (0, 2, 3)
     surely = RuledDrafter([Proposing([1.0] * 8)], lengths, LANE)
     assert drafted(surely, tokens=0) == 8
 

@@ -108,7 +108,7 @@ def test_a_round_shows_the_states_of_its_requests_alone(count: int) -> None:
     if isinstance(lane, BatchLane):
         with lane.begin(6):
             pass
-        lane.leave([2, 1, 0])  # the caches do not reorder rows
+        lane.leave([2, 1, 0])  # the rows of the caches stay in place
         assert lane.stand == [2, 1, 0]
         for single in lane.members:
             single.follower = CommittedStates(taps, lambda states: states.after_norm)

@@ -1,8 +1,9 @@
 """A block drafter with fitted weights, which predicts the text of its target.
 
-The target has no attention, so its next token depends on the last token alone. A row of
-the drafter attends to the position before the block; the target's states there
-determine the token after the next.
+The target has no attention, so its next token depends on the last token alone. The
+first row that drafts attends to the position before the block. The target's states
+there determine the block's first token, which is known, and the token after it, which
+the row drafts.
 """
 
 import json
@@ -92,7 +93,7 @@ def knowing(
     config |= {"speculators_model_type": kind, "architectures": [f"{kind}Speculator"]}
     del config["speculators_config"], config["draft_vocab_size"]
     config["transformer_layer_config"] |= {
-        # A row of layer 0 attends to the position before the block and to itself.
+        # Of the rows that draft, only the first sees the position before the block.
         "layer_types": ["sliding_attention"] * 2,
         "sliding_window": 3 if given else 2,
         "num_key_value_heads": 4,

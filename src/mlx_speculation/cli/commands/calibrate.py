@@ -47,8 +47,8 @@ def calibrate(
     title = "Milliseconds of a round by draft length"
     screen.table(_table(title, costs, generator.round_parts))
     part = generator.lengths.part
-    when = f"after every {part} layers" if part else "as a whole"
-    screen.say(f"Rounds are submitted {when}.")
+    how = f"{part} at a time" if part else "all at once"
+    screen.say(f"The layers of a round are submitted {how}.")
     for rows, table in batches.items():
         screen.table(_table(f"Milliseconds of a round of {rows} requests", table, {}))
     screen.object(

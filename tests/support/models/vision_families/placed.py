@@ -91,7 +91,7 @@ def _rows(pixels: mx.array, patch_embeds: mx.array) -> mx.array:
 
 
 def _rows_of_clip(pixels: mx.array, patch_embeds: mx.array) -> mx.array:
-    """Return the rows of SAM's output after one row for the whole image."""
+    """Return a row for the whole image, then the rows of SAM's output."""
     rows = _rows(pixels, patch_embeds)
     return mx.concatenate([rows[:, :1], rows], axis=1)
 
