@@ -192,7 +192,7 @@ def _pauses(models: SequenceOf[nn.Module], longest: int | None) -> list[str]:
     said = [
         f"The draft has only {count} positions, and the target "
         + (f"has {longest}" if longest else "may have more")
-        + ": longer texts are decoded without the draft."
+        + f": after {count} positions, texts are decoded without the draft."
         for each in models
         if (count := position_table(each)) and (longest is None or longest > count)
     ]
@@ -209,8 +209,8 @@ def _vocabulary(ids: Any, draft: Draft | None, target: TargetInfo) -> list[int] 
     if not any(member.reducible for member in members_of(draft)):
         kind = "None" if draft is None else f"of kind {draft.kind!r}"
         raise InvalidRequestError(
-            f"draft_vocabulary reduces a draft model or an MTP head, but the draft is "
-            f"{kind}. Leave draft_vocabulary out."
+            "draft_vocabulary reduces the vocabulary of a draft model or an MTP head, "
+            f"but the draft is {kind}. Leave draft_vocabulary out."
         )
     return result
 

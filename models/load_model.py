@@ -190,7 +190,8 @@ def _check_config(folder: Path, trust_remote_code: bool) -> None:
     if file is None and not isinstance(config.get("model_type"), str):
         raise ModelFolderError(
             f"{where!r} has model_type {config.get('model_type')!r}; it has to be the "
-            "name of an architecture, such as 'llama'. Correct config.json."
+            "name of an architecture, such as 'llama'. Correct it, or choose another "
+            "checkpoint."
         )
 
 

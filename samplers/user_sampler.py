@@ -42,8 +42,11 @@ def _one(token: Any) -> mx.array:
 def within(
     tokens: mx.array, normals: mx.array, width: int
 ) -> tuple[mx.array, mx.array]:
-    """Limit ids [rows] to `width` - 1; the `normals` [rows] of changed ids get NaN."""
-    # Otherwise the embedding would read out of bounds before the host sees the id.
+    """Limit ids [rows] to `width` - 1; for changed ids, set the normalizers to NaN.
+
+    A NaN becomes a NonFiniteLogitsError. Without the limit, the embedding would read
+    out of bounds before that.
+    """
     exist = tokens < width
     nan = mx.array(mx.nan, normals.dtype)
     return mx.minimum(tokens, width - 1), mx.where(exist, normals, nan)

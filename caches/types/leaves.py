@@ -25,7 +25,7 @@ BATCHES = frozenset(
 
 
 def is_batch(leaf: Any) -> bool:
-    """Return whether a leaf is of a kind that counts the positions of each row."""
+    """Return whether a leaf is of a kind with one offset for each of its sequences."""
     return type(leaf) in BATCHES
 
 

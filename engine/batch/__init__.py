@@ -2,5 +2,5 @@
 
 `queue` keeps the requests from insertion to end. `running` runs rounds of
 `engine.round` for the requests that share forwards, and `planning` plans their drafts.
-Batches run on one rank.
+A target on several ranks is refused.
 """

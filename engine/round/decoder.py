@@ -52,7 +52,8 @@ class Decoder(ABC):
         for budget in budgets:  # without the bonus and the token of a step in flight
             self.room.append(budget - 1 - self.ahead)
         try:
-            # 1. The policy picks k, within the budget and the room of the caches.
+            # Steps of docs/how_a_round_works.md; 2 to 8 are in `round` and `verify`.
+            # 1. The policy picks k, at most `self.room` and what the caches can take.
             started = time.perf_counter()  # of the planning, forced drafts included
             if running.masked:
                 forced = forced_drafts(running, before.in_flight, self.room)
@@ -132,7 +133,7 @@ class StreamDecoder(Decoder):
         if forced:
             request.clock.start(planning=time.perf_counter() - started, behind=behind)
             return [0], ()
-        if self._plan is None:  # neither the last round nor a failed one has made it
+        if self._plan is None:  # else made by the last round, or by a failed try
             self._plan = request.policy.plan(self._context, limit)
         if self._plan.length == 0 and self._next_plan is None:
             after = self.room[0] + self.ahead - 1

@@ -112,7 +112,7 @@ def number(
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ModelFolderError(
             f"config.json of the {name} has {key} {value!r}, which has to be a whole "
-            f"number of at least {least}. Correct it, or take another checkpoint."
+            f"number of at least {least}. Correct it, or choose another checkpoint."
         )
     return value
 

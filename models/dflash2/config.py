@@ -46,13 +46,13 @@ def read_settings(config: Config) -> DFlash2Settings:
     if blocks.anchor != "given":
         raise ModelFolderError(
             f"config.json of the {NAME} has sample_from_anchor true, but drafts of "
-            "this kind begin after the anchor. Correct it, or take another checkpoint."
+            "this kind begin after the anchor. Choose another drafter."
         )
     group, dim = number(fields, "conv_group_size", NAME, 16), blocks.layers.hidden_size
     if dim % group:
         raise ModelFolderError(
             f"conv_group_size {group} in config.json of the {NAME} does not divide "
-            f"hidden_size {dim}. Correct it, or take another checkpoint."
+            f"hidden_size {dim}. Correct config.json, or choose another drafter."
         )
     softcap = fields.get("final_logit_softcapping")
     return DFlash2Settings(

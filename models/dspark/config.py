@@ -4,7 +4,7 @@
     speculators     sizes in `transformer_layer_config`, the rest flat
     SpecForge       `dflash_config` with projector_type "dspark"
     LiquidAI        SpecForge's keys without projector_type
-    NVIDIA          DeepSpec's keys with `dflash_config`; the anchor is "given"
+    NVIDIA          DeepSpec's keys and `dflash_config`; row 0 of a block drafts nothing
     PrismML         GGUF, which `gguf` turns into flat keys
 
 DeepSpec's "dflash" checkpoints are DSpark drafters without a Markov head. The drafter
@@ -97,7 +97,7 @@ def _log_snr(fields: Config) -> LogSnr | None:
         raise ModelFolderError(
             f"config.json of the {NAME} has min_log_snr {ends[0]!r} and max_log_snr "
             f"{ends[1]!r}; log_snr_conditioning needs two different numbers. Correct "
-            "them, or take another checkpoint."
+            "config.json, or choose another drafter."
         )
     least, most = (float(end) for end in ends)  # type: ignore[arg-type]
     return LogSnr(least, most)

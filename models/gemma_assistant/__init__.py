@@ -1,7 +1,6 @@
 """Gemma 4 assistants: config.json, the module, loading, keys and values to read.
 
-`engine.drafters` has the drafter that runs an assistant. Other heads are not known
-here.
+`engine.drafters` has the drafter that runs an assistant.
 """
 
 from mlx_speculation.models.gemma_assistant.config import is_assistant

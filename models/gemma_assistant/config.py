@@ -63,7 +63,7 @@ def read_assistant_settings(config: Config) -> AssistantSettings:
                 f"The {NAME} has {layers.vocab_size} tokens in {centroids.groups} "
                 f"groups and reads {centroids.chosen} groups; the groups must divide "
                 f"the tokens evenly, and at most {centroids.groups} can be read. "
-                "Correct config.json, or take another checkpoint."
+                "Correct config.json, or choose another assistant."
             )
     width = number(config, "backbone_hidden_size", NAME)
     return AssistantSettings(width, layers, centroids)

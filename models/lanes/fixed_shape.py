@@ -31,7 +31,7 @@ UNFIT = {
     "phi3small": _MIXES_ROWS,
     "rwkv7": _RUNS_AGAIN,
 }
-# The modules that work; all of them were tried in batches too.
+# The modules that passed; TOGETHER and ALONE have all that were tried.
 TRIED = (TOGETHER | ALONE.keys()) - UNFIT.keys()
 
 

@@ -1,4 +1,4 @@
-"""Bad input gets one clear error that names both values and the remedy."""
+"""Bad input gets one clear error, with the value, what is allowed, and the remedy."""
 
 from dataclasses import fields
 from pathlib import Path

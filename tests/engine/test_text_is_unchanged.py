@@ -28,7 +28,8 @@ from support.models.tiny_tokenizer import byte_tokenizer
 RARER = read_table(Path(tiny_models.__file__).with_name("cache_kind_models.json"))
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 PROMPT = 40  # longer than every window
-# Draft length by prompt length: shorter than the window of 16, near it, longer.
+# Draft length by prompt length; the prompts are shorter than the window of 16, near it
+# and longer.
 PROMPTS = {6: 4, 17: 3, 40: 5}
 
 
@@ -48,8 +49,8 @@ def _tiny(tiny: TinyModel, tokens: int, *, passed: bool = False) -> Case:
     return Case(partial(build_tiny, tiny), tiny.bitwise, tokens, passed, again)
 
 
-# After a prompt of 40 tokens, 31 more and rejected drafts write to each slot of a
-# window of 16 at least twice.
+# After the prompt, 31 emitted tokens and two rejected ones write to each slot of a
+# window of 16 twice.
 MODELS = {name: _tiny(tiny, 31) for name, tiny in TINY_MODELS.items()} | {
     f"{name}, passed": _tiny(tiny, 31, passed=True) for name, tiny in RARER.items()
 }

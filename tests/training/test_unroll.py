@@ -25,7 +25,11 @@ HEADS = ("specforge", "vllm", "normed residual", "norm_output", "whole")
 def logits_of(
     model: Any, hidden: mx.array, tokens: mx.array, depths: int
 ) -> list[mx.array]:
-    """Return the logits of all depths; column 0 of `tokens` is token 1 of the text."""
+    """Return the logits of all depths.
+
+    `tokens` begin with token 1 of the text, counted from 0. A copy of it stands in for
+    token 0, which is not read.
+    """
     whole = mx.concatenate([tokens[:, :1], tokens], axis=1)
     return unroll(model, hidden, Recorded([], whole, depths), lambda _, logits: logits)
 

@@ -198,7 +198,10 @@ class SuffixTree:
         self.state, self.matched = 0, 0  # the match of the followed text
 
     def append(self, token: int) -> None:
-        """Append a token, count the substrings it ends; a negative token ends a text."""
+        """Append a token, and count the substrings that end with it.
+
+        A negative token ends a text.
+        """
         link, count = self._link, self._count
         new, state = self._add(self._length[self._last] + 1, {}), self._last
         while state >= 0 and token not in self._next[state]:

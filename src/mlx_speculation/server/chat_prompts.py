@@ -1,4 +1,4 @@
-"""Token ids of a chat: messages fitted to its template, and marks of the answer.
+"""Token ids of a chat: messages fitted to its template, and tags in the answer.
 
 What a template does not support is replaced:
 
@@ -216,7 +216,7 @@ class ChatTemplate:
         )
 
     def machine(self, tools: bool) -> Any:
-        """Return the finder of an answer's marks; `tools`: the chat has tools."""
+        """Return the state machine that reads an answer, and finds calls if `tools`."""
         return self._with_calls if tools else self._plain
 
     def rendered(self, chat: Chat) -> list[int]:

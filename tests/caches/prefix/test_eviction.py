@@ -1,4 +1,4 @@
-"""Eviction, by a text's last use and the tokens to read again; bounds of memory."""
+"""Eviction by a text's last use and by the cost to read it again; memory bounds."""
 
 import gc
 from pathlib import Path
@@ -27,7 +27,7 @@ SESSION = [1, 2] * (LONG // 2)
 
 
 def play(prefixes: PrefixCache, tokens: list[int], kind: Kind = ROWS) -> int:
-    """Play a request of one role; return the number of reused tokens."""
+    """Play a request of the target alone; return the number of reused tokens."""
     return request(prefixes, tokens, {0: (kind, 0)})[0][0]
 
 

@@ -25,7 +25,8 @@ from support.identity import GREEDY, SAMPLED, assert_same_text
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# Dense, sliding (the texts exceed the window of 16), hybrid. Other models are slow.
+# Dense, sliding (the texts exceed the window of 16), and two hybrids. Tests of other
+# models are marked slow.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "recurrent_gemma")
 OTHERS = sorted(set(TINY_MODELS) - set(MODELS))
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
@@ -141,7 +142,7 @@ def test_any_lookup_leaves_the_text_as_it_is(
 def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
     """While lookups draft, the model reads nothing; then it reads the missed tokens."""
     text = known(name, True)[1]
-    # The lookup is always right, but finds nothing in half of the text.
+    # The lookup is always right, but finds only the first 25 tokens of 40.
     corpus = [text[:25], text[40:55]]
     lookup = LookupDraft(corpus=corpus)
     result, parting = check(name, True, CascadeDraft(lookup, build(name)), 6)

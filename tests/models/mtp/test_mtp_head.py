@@ -74,7 +74,7 @@ def _operations(*arrays: mx.array) -> dict[str, int]:
 
 
 class Refusing:
-    """The embedding and output of a target; a call of either fails the test."""
+    """The embedding and output of a target; each raises an error that names it."""
 
     def embed(self, tokens: mx.array) -> mx.array:
         raise AssertionError("embed was asked")

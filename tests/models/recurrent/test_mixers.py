@@ -1,8 +1,8 @@
 """The table of mixers has every class of mlx-lm that writes to an `ArraysCache`.
 
-Such a class assigns to an item of a variable that has "cache" in its name. As a check
-of this rule, every module that makes an `ArraysCache` has a tiny model that needs no
-reruns.
+Such a class is found by an assignment to an item of a variable that has "cache" in its
+name. If one is not found, test_replay.py fails, for which every module that makes an
+`ArraysCache` must have a tiny model.
 """
 
 import ast
@@ -26,7 +26,7 @@ WITHOUT_A_TINY_MODEL: dict[str, str] = {
     "cache": "defines it",
 }
 # Classes that assign to an item of a `cache` but are no mixers, with the reason.
-_PIPELINE = "a pipeline of machines: the last slot is tied to a send, off the record"
+_PIPELINE = "makes the last slot depend on a send of a pipeline, and keeps its value"
 NOT_MIXERS: dict[tuple[str, str], str] = {
     ("afm7", "AFMModel"): "makes the list of caches",
     ("bailing_hybrid", "LanguageModel"): _PIPELINE,

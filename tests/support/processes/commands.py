@@ -12,7 +12,7 @@ from mlx_speculation.blas import BlasChoice
 from mlx_speculation.cli.app import app
 from mlx_speculation.cli.run_app import FAILED, USAGE
 
-# Reading the signatures of all commands takes longer than most refusals.
+# Cached, since it reads the signatures of all commands, which takes long.
 command_of = cache(typer.main.get_command)
 
 
