@@ -1,4 +1,8 @@
-"""Quick combinations of `covering` have each value, and the pairs that are required."""
+"""Combinations of `covering` without the mark `slow`.
+
+They contain each value of each parameter, and each pair of values of the parameters
+that `pairs` names.
+"""
 
 from itertools import product
 from typing import Any

@@ -15,7 +15,7 @@ class BatchQueue:
     """The requests of a batch, of which at most `most` run at once.
 
     `waiting` is in the order of insertion, `running` in the order of responses.
-    `groups` maps a quantization of caches to the requests that share forwards with it.
+    `groups` maps each quantization of caches to its requests, which share forwards.
     `ready` holds responses for the next call of `BatchGenerator.next`.
     """
 
@@ -30,7 +30,7 @@ class BatchQueue:
         self.running: list[BatchRequest] = []
         self.groups = defaultdict[KVQuantization | None, RunningTogether](new_group)
         self.ready: list[BatchResponse] = []
-        self._joining: list[BatchRequest] = []  # requests whose prompts are read
+        self._joining: list[BatchRequest] = []  # have read their prompts; in no group
         self._statistics, self._most = statistics, most
 
     def add(self, row: BatchRequest) -> None:

@@ -86,8 +86,8 @@ class DFlashDraft(HeadDraft):
         Args:
             folder: the drafter's folder; for DSpark a GGUF file is possible too.
             model: the target.
-            layer_ids: how config.json counts layers: "layers", or "tuple", in which 0
-                is the embedding; None: see `tokenizer`.
+            layer_ids: how the list of layers in config.json counts: "layers" (0 is the
+                first layer) or "tuple" (0 is the embedding); None: see `tokenizer`.
             anchor: the position that a row of a block predicts: its own ("given") or
                 the next one ("samples"); None: see `tokenizer`.
             tokenizer: the target's tokenizer. If `layer_ids` or `anchor` is None, and

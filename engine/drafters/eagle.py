@@ -77,13 +77,14 @@ class EagleDraft(HeadDraft):
         Args:
             folder: the head's folder.
             model: the target.
-            layer_ids: how config.json counts layers: "layers", or "tuple", where 0 is
-                the embedding. None: the target generates about 64 tokens, and the head
-                predicts them with each way to count. If config.json lists no layers,
-                the head predicts with a few sets of layers instead, and the draft's
-                `notice` says which set it reads. An unusual choice is taken only if it
-                is surely better than the usual one.
-            tokenizer: the target's; None: layers are counted in the usual way.
+            layer_ids: how the list of layers in config.json counts: "layers" (0 is the
+                first layer) or "tuple" (0 is the embedding). None: the target generates
+                about 64 tokens, and the head predicts them with both ways to count. If
+                there is no list, the head predicts with a few sets of layers instead,
+                and the draft's `notice` says which set it reads. The usual way for the
+                list's key, or the usual set, is taken unless another is surely better.
+            tokenizer: the target's. If it is None, nothing is generated: without
+                `layer_ids`, the usual way or set is taken.
 
         Raises:
             ModelFolderError: the folder holds no such head, or only a part of one.

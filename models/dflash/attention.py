@@ -11,7 +11,8 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_speculation.models.dflash.config import DFlashSettings
 
-# The tensor of attention sinks in some files: for each head, a logit without a value.
+# The tensor of attention sinks in some files: for each head, one more logit of the
+# softmax, which has no value vector.
 SINKS = "attention_sink_bias"
 
 
@@ -107,7 +108,7 @@ def _mask(
     causal: bool,
     start: Any,  # the block's first position; an array if texts differ in length
 ) -> mx.array | None:
-    """Return the mask of a block, `size` rows over `rows` keys; None: no mask."""
+    """Return the mask of a block: `size` queries, `rows` keys; None: no mask."""
     first: Any = rows - size
     if isinstance(start, mx.array):
         first = start[:, None, None, None]

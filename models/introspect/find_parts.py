@@ -140,7 +140,7 @@ def _layers(
             f"order {order}. Each has to be called once, in order."
         )
     if end is None:
-        raise _MissingError("neither the final norm nor its input was found.")
+        raise _MissingError("neither the final norm nor the head's input was found.")
     shape = end.hidden.shape
     for index, run in enumerate(runs):
         outputs = run.result if isinstance(run.result, tuple | list) else [run.result]

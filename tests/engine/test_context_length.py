@@ -99,7 +99,7 @@ def test_a_config_says_the_length(args: dict[str, Any], longest: int | None) -> 
     ],
 )
 def test_lengths_have_several_names(name: str, field: str, longest: int | None) -> None:
-    """The default of the model's class in mlx-lm is also taken as a length."""
+    """A value that equals the default of the class in mlx-lm is a length too."""
     model: Any = census.structure(name)
     default = type(model.args).__dataclass_fields__[field].default
     for said in (longest, default):

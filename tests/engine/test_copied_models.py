@@ -32,8 +32,8 @@ REST = {
     for name, row in census.BUILT.items()
     if row.tiny is None and row.unequal is None and name not in RECURRENT
 }
-# All others are slow; tests/models/test_instance_copies.py checks the hooks of each
-# mixer.
+# Other models are marked slow; tests/models/test_instance_copies.py checks the hooks of
+# each mixer.
 QUICK = (
     *("llama", "qwen3_5", "mamba", "recurrent_gemma", "rwkv7", "gemma3_text"),
     *("bailing_moe_v3", "plamo2"),

@@ -29,7 +29,7 @@ class DemoPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A conversation, or the beginning of one text."""
+    """A conversation; or the beginning of a text, as its only turn."""
 
     name: str
     turns: Sequence[str]  # messages of the user
@@ -57,8 +57,8 @@ def demo_models() -> dict[str, Path]:
         raise DemoModelsMissingError(
             f"Of the {len(folders)} demonstration models, {len(missing)} are not in "
             f"{_FOLDER}: {', '.join(missing)}. They have 47 MB and are only in the "
-            f"repository. Run {_CLONE}, and in its folder make demo, or pip install "
-            "-e . into this environment."
+            f"repository. Run '{_CLONE}'. Then, in its folder, run 'make demo', or "
+            "'pip install -e .' in this environment."
         )
     return folders
 

@@ -1,4 +1,4 @@
-"""Masks and offsets of a ragged batch are made once for all layers."""
+"""Layers of a ragged batch share offsets; a row is written after its own end."""
 
 from typing import Any
 

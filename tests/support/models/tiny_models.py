@@ -28,7 +28,7 @@ vars(base)["inspect"] = SimpleNamespace(signature=cache(inspect.signature))
 # embeddings repeats its last token for ever.
 _GAIN = 2.0
 _EMBEDDING = 0.25
-# Gemma multiplies its embeddings by sqrt(hidden size), which is 8 here.
+# Gemma multiplies its embeddings by sqrt(hidden size), here by sqrt(64) = 8.
 _GEMMA_EMBEDDING = 0.04
 # Deviation of norms, biases, decays and mixing weights from their initial values.
 _NOISE = 0.4
@@ -95,8 +95,9 @@ def structure(tiny: TinyModel, *, vocab: int | None = None) -> nn.Module:
 def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None:
     """Give a model its random weights, drawn once for each key `known`.
 
-    Drawing takes most of the time of a build. Each model gets new arrays that share the
-    memory, since a test may assign into a model's weights.
+    Drawing takes most of the time of a build. Each model gets array objects of its own,
+    so a test that assigns into them does not change the kept ones. Until an assignment
+    they share memory.
     """
     if known in _WEIGHTS:
         weights = [(path, mx.array(each)) for path, each in _WEIGHTS[known]]

@@ -8,7 +8,9 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-LEAST = 16  # tokens before a cut; fewer are not enough to evaluate a draft
+# Tokens of the longest answer before `stop` is called; fewer are not enough to evaluate
+# a draft.
+LEAST = 16
 
 
 def write_answers(

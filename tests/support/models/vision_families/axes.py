@@ -9,7 +9,7 @@ from support.models.vision_families.parts import Sizes, TinyFamily, merged, patc
 
 
 def _images_of_one(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Patches [1, all, 3, 4, 4]."""
+    """Return inputs with all patches in one batch row, [1, patches, 3, 4, 4]."""
     inputs = patches(48)(sizes, key)
     return {**inputs, "pixel_values": inputs["pixel_values"].reshape(1, -1, 3, 4, 4)}
 

@@ -45,10 +45,10 @@ class Family:
     module: str  # the target's module in mlx_lm.models
     config: Config  # config.json of the target and its head
     names: Sequence[Names]  # by layer
-    # Runs one layer's block on [n, H], with the weights of norms as they are applied.
+    # Runs one layer's block on [n, H]. If `plus_one`, its weights of norms are 1 + w.
     block: Callable[["Family", Weights, int, Array], Array]
-    # Names and shapes of all tensors that are no copies. A # in a name stands for each
-    # number below the first number of the shape.
+    # Names and shapes of all tensors that are no copies. If a name has a #, its first
+    # number is a count and no part of the shape; # stands for each number below it.
     tensors: Mapping[str, Sequence[int]]
     layers: int = 1  # number of layers; layer k reads what layer k - 1 recycles
     used: int | None = None  # number of layers that are used; None: all
@@ -61,7 +61,7 @@ class Family:
 
     @property
     def chains(self) -> bool:
-        """Return whether draft k comes from layer k; else all come from layer 0."""
+        """Return whether drafted token k is layer k's; else all are layer 0's."""
         return (self.used or self.layers) > 1
 
     @property
@@ -121,8 +121,8 @@ def rows(
 
     Args:
         hidden: [n, H], the target's states, or recycled states.
-        tokens: [n], the token after each state; for layer k of a chain, the token k
-            positions later.
+        tokens: [n], for slot i the token at i + 1; for layer k of a chain, the token at
+            i + 1 + k.
         embedding, head: the target's matrices [V, H].
     """
     tensors = {
