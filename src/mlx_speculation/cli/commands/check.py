@@ -42,8 +42,8 @@ class CompareOptions:
     places: int = option(8, "Number of places in the text to verify at.", min=1)
     tolerance: float | None = option(
         None,
-        "Largest margin of a near-tie. Default: twice the median difference between "
-        "logits verified at once and token by token.",
+        "Largest margin of a near-tie. Default: twice the median difference of logits "
+        "verified at once and one by one.",
         min=0.0,
     )
     context: int = option(
@@ -75,8 +75,8 @@ def check(
     The last line is the result; the status is 1 if choices or texts really differ.
 
     With --exact N, only exact mode is checked: whether the bits of a token's logits
-    depend on its place in a forward of N tokens, and how long such a forward takes. The
-    verdict is kept. If bits differ, exact mode is refused from then on.
+    depend on its place in a forward of N tokens, and how long such a forward takes. If
+    bits differ, exact mode is refused from then on.
     """
     screen = Screen(json=json)
     if pair.exact:
