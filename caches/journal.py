@@ -31,7 +31,7 @@ class Journal(Protocol):
 
     @property
     def rows(self) -> int | None:
-        """Number of requests, each with a `keep` of its own; None: an empty batch."""
+        """Number of sequences in the batch; None: unknown, as the cache is empty."""
         ...
 
     @property

@@ -103,9 +103,9 @@ def spread(model: nn.Module, group: Group, parallel: Parallel = "tensor") -> Non
         method(group)
     except (ValueError, AssertionError) as error:
         raise UnsupportedModelError(
-            f"{name} cannot be spread over {group.size()} ranks: {error}. Choose a "
-            "number of ranks that divides its heads and widths, or has a layer for "
-            "each rank."
+            f"{name} cannot be spread over {group.size()} ranks: {error}. With "
+            "parallel='tensor', choose a number of ranks that divides its heads and "
+            "widths; with parallel='pipeline', at most its number of layers."
         ) from error
 
 

@@ -18,10 +18,10 @@ SOURCES = (*PLAIN, "tests/")
 RELATIVE = re.compile(r"(What|Which|Whether|How|Who|Whose|Where|When)\b")
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTION)
-# Vague names. Better names: drafters, kept_rows, requests, feedback, next_plan.
+# Vague names. A better name says what it holds, such as kept_rows or next_plan.
 NAMES = {"found", "own", "held", "asked", "became", "begun", "following"}
-# Private words. Better words, in this order: tolerates_invalid_logits, is_draft,
-# sequential, probed, distribution, fix, received.
+# Words that no other project uses in this sense. Better words, in this order:
+# tolerates_invalid_logits, is_draft, sequential, probed, distribution, fix, received.
 WORDS = re.compile(r"(^|_)(indifferent|guesses|in_turn|told|laws?|mend|heard)(_|$)")
 # `behind` means that a plain step was in flight when the round began. These folders
 # and modules may use the word:
@@ -134,11 +134,11 @@ RULES = {
         "A docstring opens with a noun or a verb", relative_openings, SOURCES
     ),
     "bare names": Rule("A name says what it holds", bare_names, SOURCES),
-    "dialect": Rule("A variable has no private words", dialect, SOURCES),
+    "dialect": Rule("A variable has none of these words", dialect, SOURCES),
     "dialect, defined": Rule(
-        "A function or class has no private words", dialect_defined, SOURCES
+        "A function or class has none of these words", dialect_defined, SOURCES
     ),
-    "behind": Rule("`behind` is a step in flight", words_of_order, SOURCES, IN_FLIGHT),
+    "behind": Rule("Only IN_FLIGHT says `behind`", words_of_order, SOURCES, IN_FLIGHT),
     "sections": Rule("Entries of Args exist in code", stale_entries, SOURCES),
 }
 

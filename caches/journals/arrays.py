@@ -90,7 +90,7 @@ class RecordingArraysCache(ArraysCache):
 
     @contextmanager
     def record(self, call: RecordedCall) -> Iterator[None]:
-        """Record `call`, which covers all slots that are written inside the block."""
+        """Record `call`; writes inside the `with` block count as recorded."""
         seen = self.forwards and any(
             earlier.mixer is call.mixer for earlier in self.forwards[-1].calls
         )

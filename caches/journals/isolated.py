@@ -39,7 +39,7 @@ class IsolatedJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of requests in the batch, each with a `keep` of its own."""
+        """Number of sequences in the batch; see `Journal`."""
         return self._inner.rows
 
     def prepare(self, keep: Keep) -> None:

@@ -20,7 +20,7 @@ class LiveJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of values of `keep`: one, for the whole cache."""
+        """Number of sequences: 1, unless a subclass is for caches of batches."""
         return 1
 
     def prepare(self, keep: Any) -> None:

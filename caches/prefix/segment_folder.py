@@ -1,14 +1,14 @@
 """The folder of a prefix cache: segments of the tree as files, and the key to them.
 
-    key                        32 bytes, made once
+    key                        32 bytes, made once, for all HMACs
     MODEL-SEGMENT.safetensors  MODEL: an HMAC of the model's mark; SEGMENT: an HMAC of
                                MODEL, all tokens before the segment, and its own tokens
 
 Each file is written under a temporary name and then renamed, so a killed process leaves
-no incomplete file under a final name. Names, digests and seals (HMACs of headers) are
-made with the key. A file that is damaged, swapped, cut or from another folder is
-removed and logged. Several processes can share a folder. Files of other models are not
-read, but count toward the limit.
+no incomplete file under a final name. Each file has a seal, an HMAC of its header's
+entry "segment", and a digest, an HMAC of its content. A file that is damaged, swapped,
+cut or from another folder is removed and logged. Several processes can share a folder.
+Files of other models are not read, but count toward the limit.
 """
 
 import hmac
@@ -128,7 +128,7 @@ class SegmentFolder:
             return file.read()
 
     def serve(self, model: str) -> None:
-        """Use the segments of the model with this mark (see `roles`) from now on."""
+        """Use the segments of the model with this mark (see `Role`) from now on."""
         self._model = self._hash(model.encode())[:32]
         self._known, self._scanned = set(), -1
 
@@ -187,7 +187,7 @@ class SegmentFolder:
         return result
 
     def read(self, segment: Segment) -> tuple[dict[str, mx.array], Any]:
-        """Return the arrays and the plan (see `segment`) of a segment.
+        """Return the arrays and the plan of a segment; `decoded` takes both.
 
         Raises:
             FlawError: the file has changed since it was written, or is gone.
@@ -236,7 +236,10 @@ class SegmentFolder:
         return _segment_of(name, said)
 
     def touch(self, segment: Segment, when: float) -> None:
-        """Set a file's time of last use; earlier segments of a text get later times."""
+        """Set a file's time of last use, 1 µs earlier per token before the segment.
+
+        So the end of a text is removed before its beginning.
+        """
         moment = when - segment.start * 1e-6
         with suppress(OSError):
             os.utime(self.path / segment.name, (moment, moment))

@@ -38,7 +38,7 @@ Fields = dict[str, Any]
 class Holding:
     """Snapshot form of one kind."""
 
-    # The fields that must be equal in the copied and in the restored cache.
+    # Fields that must be equal in the snapshot and in the cache that it is put into.
     settings: tuple[str, ...] = ()
     whole: bool = True  # True: the kind is saved as a state; False: as rows
 

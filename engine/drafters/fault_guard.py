@@ -8,8 +8,8 @@ again.
     fault                                         detected
     begin, propose, settle or discard raises      at once
     too many tokens, or no proposal at all        at once
-    ids that the target lacks, NaN in the logits  when the round is read; until then
-                                                  these ids are replaced by valid ones
+    ids that the target lacks, NaN in the logits  when the round is read; the round
+                                                  runs with valid ids in their place
 
 Errors that the request's logits processors or its constraint raise in `choose` are not
 faults of the drafter: they are raised to the caller, like Ctrl-C and MemoryError.
@@ -115,8 +115,9 @@ class CheckedChoose:
     def checked(self, draft: Proposal, limit: int) -> Proposal:
         """Return the proposal; replace each id that the target's embedding lacks.
 
-        Such an id would read memory outside of the target's embedding. The replacements
-        cannot change the text, unless the draft was sampled.
+        Such an id would read memory outside of the target's embedding. A replacement
+        cannot change the distribution of the text, unless the proposal has
+        probabilities: a replacement was not drawn from them.
 
         Raises:
             InvalidRequestError: `draft` is no proposal, is longer than `limit`, or
@@ -197,7 +198,7 @@ class FaultGuard(WrappedDrafter):
         self._run("remember", lambda: self.inner.remember(tokens, answer), None)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Let the drafter read a part of the prompt; return True after a fault."""
+        """Read a part of the prompt; see `OpenDrafter`. After a fault, return True."""
         return self._run("begin", lambda: self.inner.read_ahead(sequence, fits), True)
 
     def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float] | None:
@@ -238,7 +239,8 @@ class FaultGuard(WrappedDrafter):
     def settle(self, accepted: int) -> None:
         """Let the drafter settle, unless its proposal turns out to be faulty.
 
-        To be called after the round was read: the proposal's arrays are evaluated then.
+        To be called after the round was read: the proposal's arrays have been evaluated
+        by then.
         """
         choose, self._choose = self._choose, None
         rows, ids = (0, 0) if choose is None else choose.faults()

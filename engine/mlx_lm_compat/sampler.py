@@ -15,7 +15,8 @@ NOTICE = (
     "The sampler draws its own random numbers. The text keeps its distribution, but "
     "the text of a seed depends on the draft, fewer drafted tokens are accepted, and "
     "the sampler is also called for rejected ones. mlx_speculation.make_sampler has "
-    "mlx-lm's options and keeps the text; num_draft_tokens=0 drafts nothing."
+    "mlx-lm's options, and gives the same text for every draft; num_draft_tokens=0 "
+    "drafts nothing."
 )
 
 
@@ -26,7 +27,12 @@ def checked_sampling(
     *,
     drafted: bool,
 ) -> Sampling:
-    """Return a sampler's options, with a seed; refuse a seed for a user's sampler."""
+    """Return a sampler's options, with a seed.
+
+    Raises:
+        InvalidRequestError: `seed` is not None, but the sampler draws its own random
+            numbers.
+    """
     if sampler is None or sampler is greedy_sampler:
         options = Sampling()
     elif isinstance(sampler, SeededSampler):

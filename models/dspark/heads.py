@@ -1,13 +1,14 @@
 """The Markov head of a DSpark drafter: each token adds a bias to the next one's logits.
 
-Let e = W1[the previous token], g the block's state, and W2 a projection to the logits:
+Let e = W1[the previous token], g the state of the block's row that predicts the next
+token, and W2 a projection to the logits:
 
     vanilla   W2 e
     gated     W2 (sigmoid(G [g | e] + b) * e)
     rnn       o, c, out = thirds of J [s | e | g] + b;  W2 tanh(out), and then
               s = sigmoid(o) * s + (1 - sigmoid(o)) * tanh(c), from 0 in every block
 
-The biases b exist only if the files have them.
+Loading adds b if the checkpoint has it.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from mlx_speculation.models.dspark.config import Markov
 class MarkovHead(nn.Module):
     """Makes biases of logits from the previous token; for the kinds see the module.
 
-    `dim` is the size of the block's states, and `rank` that of the embeddings.
+    `dim` is the size of a row's state, and `rank` that of an embedding.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class MarkovHead(nn.Module):
     def bias(
         self, state: mx.array, token: mx.array, memory: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
-        """Return the bias of the logits, [1, columns], and the next draft's memory.
+        """Return the bias of the logits, [1, columns], and the next token's `memory`.
 
-        `state` is the block's state, [1, dim], and `token` the previous token, [1].
-        `memory` is None for the first drafted token.
+        `state` is g, [1, dim], `token` the previous token, [1], and `memory` s, which
+        is None for the first drafted token and for other kinds than "rnn".
         """
         before: mx.array = self.markov_w1(token)
         if "gate_proj" in self:
@@ -59,7 +60,7 @@ class MarkovHead(nn.Module):
 
 
 class LogSnrEmbedding(nn.Module):
-    """Layers that make an addition to a row's embedding from its noise level."""
+    """Layers that turn a row's noise level into a vector to add to its embedding."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -88,8 +88,8 @@ def deepseek_v32(args: Any, config: Config, k: int) -> list[Block]:
     """DeepSeek V3.2 and GLM-5: latent attention with an indexer, which has a cache too.
 
     The indexer chooses positions anew for each drafted token, even if config.json sets
-    index_share_for_mtp_iteration. Engines that choose only for the first drafted token
-    can draft other tokens, at a little less cost, in texts longer than index_topk.
+    index_share_for_mtp_iteration. Engines that use the first drafted token's positions
+    for all save a little time; in texts longer than index_topk their drafts can differ.
     """
     layer = _models("deepseek_v32").DeepseekV32DecoderLayer
     args = replace(args, first_k_dense_replace=0, moe_layer_freq=1)

@@ -146,7 +146,7 @@ def _images(prompt: ImagePrompt) -> int:
 def _last_moved(fields: dict[str, Any], shift: int) -> int:
     """Return the last place whose position is not place + shift; -1: no such place.
 
-    In MiniCPM the token after an image has a position of its own.
+    In MiniCPM that place can be the token after the last image.
     """
     positions = fields.get("position_ids")
     if positions is None:

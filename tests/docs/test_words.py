@@ -1,4 +1,4 @@
-"""Texts for users use the words of the field, and no private ones."""
+"""Texts for users use the words of the field, and none of those in `INSTEAD`."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ INSTEAD = {
 
 
 def private(text: str) -> list[str]:
-    """Return the private words of a text, but not those in code and file names."""
+    """Return the words of `INSTEAD` in a text, but not in code and file names."""
     words = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
     words = " ".join(words.split())
     return [

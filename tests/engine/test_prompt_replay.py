@@ -28,7 +28,10 @@ def decode(ids: list[int]) -> str:
 
 
 def filled(said: list[tuple[list[int], list[int]]]) -> tuple[PrefixCache, Any]:
-    """Return a prefix cache of prompts with their answers, and the cache's owners."""
+    """Return a prefix cache that holds the texts, and the models it is bound to.
+
+    `said` are prompts with their answers.
+    """
     prefixes, owners = bound(1 << 30, ROWS)
     for prompt, answer in said:
         text = [*prompt, *answer]

@@ -31,7 +31,7 @@ STEPS = {
     "engine/draft_length/base": "   by the policy",
     "engine/drafters/fault_guard": "2. the drafter proposes",
     "engine/drafters/draft_model": "   with a model of its own",
-    "caches/speculation": "   on journals of its caches (3. of the target's)",
+    "caches/speculation": "   journals of the draft model; 3. journals of the target",
     "samplers/verifier": "   chosen by the request's sampler",
     "engine/round/verify": "4. one forward of the target; 5. choices, acceptance",
     "engine/round/outcome": "6. one evaluation",

@@ -53,7 +53,8 @@ def test_every_family_with_a_vision_part_stands_in_one_table() -> None:
     assert not new, (
         f"mlx-vlm has families that read images and stand in no table: {new}. Build "
         "a tiny model of each in tests/support/models/vision_families and compare its "
-        "texts, or write the reason into models/vision/families.toml."
+        "texts with mlx-vlm's, or refuse it with a reason in "
+        "models/vision/families.toml."
     )
     assert not gone, f"mlx-vlm no longer has {gone}: take them out of families.toml."
 

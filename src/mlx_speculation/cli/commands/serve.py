@@ -127,7 +127,7 @@ class ServingOptions:
     )
     vision: bool = option(False, VISION)
     grace_seconds: float = option(
-        5.0, "Time for running requests at shutdown.", min=0.0
+        5.0, "Time that unfinished requests get at shutdown.", min=0.0
     )
     log_level: Level = option("WARNING", "Level of the log.")
 

@@ -74,7 +74,7 @@ class Choice(NestedModel):
 
 
 class Toolbox:
-    """The tools of a body."""
+    """The tools of a request."""
 
     def __init__(self, given: Sequence[ToolBody]) -> None:
         self._shown: list[Tool] = []

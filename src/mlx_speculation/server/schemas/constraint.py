@@ -64,7 +64,7 @@ class SchemaConstraint:
             self._end("The request has ended, and its schema with it.")
 
     def after(self, path: tuple[int, ...]) -> Mask:
-        """Return the mask after `path`; ConstraintError: a limit was hit."""
+        """Return the mask after `path`; ConstraintError: the child failed or ended."""
         with self._lock:
             kept = min(len(self._path), len(path))
             while self._path[:kept] != path[:kept]:

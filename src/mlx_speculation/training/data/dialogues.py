@@ -75,7 +75,8 @@ class Dialogues:
             ) from error
         if said.get("format") != FORMAT:
             raise InvalidRequestError(
-                f"{str(file)!r} holds no dialogues of a training. Name another file."
+                f"{str(file)!r} is not a file of dialogues that a training has "
+                "written. Name another file."
             )
         if said.get("target") != target:
             raise InvalidRequestError(

@@ -119,10 +119,10 @@ def _gguf_name(name: str) -> str:
 
 
 def unpack_nvfp4(packed: Array, scale: Array, scale_2: Array) -> Array:
-    """NVFP4 as modelopt writes it: E2M1 pairs, a scale per 16 inputs, one per tensor.
+    """Weights [out, in] of NVFP4 as modelopt writes it: pairs of E2M1, and two scales.
 
-    `packed` is [out, in/2] uint8, the low nibble first. `scale` is [out, in/16], bytes
-    of float8 e4m3 or floats. The result is [out, in].
+    `packed` is [out, in/2] uint8, the low nibble first. `scale` has one value per 16
+    inputs, [out, in/16], bytes of float8 e4m3 or floats. `scale_2` is one number.
     """
     nibbles = np.stack([packed & 15, packed >> 4], axis=-1)
     values: Array = E2M1[nibbles.reshape(len(packed), -1)]
@@ -136,7 +136,8 @@ def block_taps(config: Mapping[str, Any], target_layers: int = 0) -> list[int]:
 
     Returns indices of layers whose output is read; -1 is the output of the embedding.
     Ids of speculators count the embedding, so id i is the output of layer i - 1 (vLLM).
-    Without a list DFlash reads three layers, from 1 to the third from the end.
+    Without a list DFlash reads three layers: 1, the third from the end, and the one
+    halfway between.
     """
     if is_gguf(config):
         return [int(i) for i in config["dspark.dspark.target_layers"]]
@@ -151,11 +152,11 @@ def block_taps(config: Mapping[str, Any], target_layers: int = 0) -> list[int]:
 def eagle_taps(config: Mapping[str, Any], target_layers: int) -> list[int]:
     """Tapped layers of an EAGLE-3 or P-EAGLE head, as `block_taps` returns them.
 
-    `target_layer_ids` (DeepSpec) are layer ids. `eagle_aux_hidden_state_layer_ids` are
-    layer ids in `eagle_config`. At the top level they are tuple ids: indices of
-    transformers' hidden states, in which 0 is the embedding. If `use_aux_hidden_state`
-    is false, only the last layer is tapped. Without a list, the tuple ids are
-    2, N // 2 and N - 3, where N is `target_layers`.
+    `target_layer_ids` (DeepSpec) are layer ids. `eagle_aux_hidden_state_layer_ids` has
+    layer ids if it stands in `eagle_config`. If it stands at the top level, it has
+    tuple ids: indices of transformers' hidden states, in which 0 is the embedding. If
+    `use_aux_hidden_state` is false, only the last layer is tapped. Without a list, the
+    tuple ids are 2, N // 2 and N - 3, where N is `target_layers`.
     """
     inside = config.get("eagle_config") or {}
     if inside.get("use_aux_hidden_state") is False:
