@@ -18,8 +18,8 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 HALF = 3  # largest number of bytes of an incomplete character
 CONTEXT = 8  # smallest number of earlier tokens that are decoded with a new one
 # Matches text that a tokenizer's clean-up of spaces cannot change any more. Each text
-# that the clean-up replaces begins with a space. Its last character is the one after
-# that space, a quote, or the character after a quote.
+# that the clean-up replaces, such as " n't" or " 've", begins with a space. As long as
+# such a text is incomplete, one of its last two characters is a space or a quote.
 _CLEANED = re.compile(r".*[^\s']{2}", re.DOTALL)
 
 
@@ -151,8 +151,8 @@ class TextDetokenizer:
         kept = self._window[self._cut :]
         part = self._decode(kept) if self._cut else ""
         certain = len(part) - (len(text) - len(self._shown))
-        # Emitted text has to stay in the window: decoders strip a space at the start of
-        # a text, and clean-up removes a space between its first two characters.
+        # An emitted character has to stay in the window: decoders strip a space at the
+        # start of a text. With clean-up, two have to: `_CLEANED` matches at least two.
         if certain > (1 if self._cleans else 0) and text.endswith(part):
             self._whole = max(0, self._whole - self._cut)
             self._window, self._shown = kept, part[:certain]

@@ -52,7 +52,7 @@ def split_head(folder: Path, out: Path) -> Split:
     """Write a model folder in which the head is in mtp.safetensors.
 
     Names, dtypes and bytes of all tensors stay. If the norms of the head are stored
-    minus 1, the new config.json says so, since the shards no longer show it.
+    minus 1, the new config.json says so: the shards show it only for a head in them.
 
     Raises:
         ModelFolderError: there is no head in the shards, one is beside them, or `out`

@@ -27,7 +27,7 @@ def _write(root: Path, files: dict[str, str]) -> None:
             },
             1.5,
         ),
-        (  # a container can show the path of its host
+        (  # a container: the path is the host's, the files are in the root
             {
                 "proc/self/cgroup": "3:memory:/x\n2:cpu,cpuacct:/docker/ab\n0::/\n",
                 "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",

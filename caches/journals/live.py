@@ -20,7 +20,7 @@ class LiveJournal:
 
     @property
     def rows(self) -> int | None:
-        """Number of sequences: 1, unless a subclass is for caches of batches."""
+        """Number of rows, each with a `keep` of its own; by default 1."""
         return 1
 
     def prepare(self, keep: Any) -> None:

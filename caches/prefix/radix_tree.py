@@ -42,7 +42,7 @@ class Node:
         children: by the first token of their edges.
         used: the last use, on the tree's clock; larger is later.
         uses: number of stored requests that contain the node's tokens.
-        level: the budget's `level` at the last use.
+        level: `Budget.level` at the last use; a part of the node's eviction cost.
         seen: the time of the last use, in seconds.
         file: the file that holds this node, and perhaps others; None: no file does.
         written: whether the target generated the node's tokens.
@@ -102,7 +102,7 @@ class Node:
 
 
 class PrefixTree:
-    """The token runs of a target. Further roles can be added to `roles` later."""
+    """The token runs of a target. The caller may append to `roles` later."""
 
     def __init__(self, roles: Sequence[Role]) -> None:
         self._roles = roles
@@ -139,9 +139,9 @@ class PrefixTree:
         """Return the target's answers, if `tokens` stop matching inside one.
 
         The results are the number of tokens before that answer, and all answers that
-        begin there, the longest first. An answer's prefix is one of the answers if it
-        ends at a node. If `tokens` stop matching elsewhere, or match up to the end of
-        a node, the results are 0 and an empty list.
+        begin there, the longest first. For each node inside an answer, the part up to
+        the node is listed too. If `tokens` stop matching elsewhere, or if all match and
+        end at a node, the results are 0 and an empty list.
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]
@@ -258,8 +258,8 @@ class PrefixTree:
         nodes = [node for node in self.nodes() if node.file is file]
         for node in nodes:
             node.file = None
-        # A node with children stays: the children's files are usable again once the
-        # target has read the tokens of the lost file.
+        # A node with children stays: the children's files are usable again once a
+        # prefill has made the node's rows again.
         for lost in nodes:
             while lost.parent and not (lost.resident or lost.file or lost.children):
                 parent = lost.parent

@@ -37,7 +37,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return merged
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Quantize and write after each row's last position; return written columns."""
+        """Quantize and write after each row's end; return `keys_and_values()`."""
         width = keys.shape[2]
         form: Any = {"group_size": self.group_size, "bits": self.bits}
         new = tuple(mx.quantize(keys, **form)), tuple(mx.quantize(values, **form))

@@ -173,8 +173,8 @@ def layer_readings(
 
     Layers are counted from 0; -1 stands for the embeddings, `AFTER_NORM` for the output
     of the final norm. The target has `trunk` layers. `features` has each possible
-    number of layers that the head reads; empty: unknown. `counts` is the meaning of the
-    list's numbers; None: the usual one for the key of config.json.
+    number of layers that the head reads; empty: unknown. `counts` says how the list in
+    config.json counts; None: both ways are candidates, the usual one for its key first.
 
     Raises:
         ModelFolderError: the target lacks a listed layer; `fc` takes another number of

@@ -57,7 +57,7 @@ class BatchLane(RequestLane):
     Attributes:
         places: the number of rows of the caches, spare ones included.
         stand: the place of each request.
-        members: the lane of each request; rounds update its `seen` and `follower`.
+        members: the `Lane` of each request; rounds update its `seen` and `follower`.
     """
 
     def __init__(self, model: nn.Module, sizes: RowSizes | None = None) -> None:
@@ -148,7 +148,7 @@ class BatchLane(RequestLane):
         return row_size(drafted) - drafted if self._in_sizes and drafted else 0
 
     def met_new_shapes(self) -> bool:
-        """Return whether a possibly unplanned shape was fed since the last call."""
+        """Return whether a forward since the last call may have made a cuDNN plan."""
         fresh, self._fresh = self._fresh, False
         return fresh
 
@@ -192,7 +192,7 @@ class BatchRound(RequestRound):
         self.speculation = Speculation(lane.caches, whole=whole)
         self._members = lane.members
         self._kept: list[int] = []  # tokens kept of each request by the commit
-        # All followers keep states for one head, so they have the same taps.
+        # The members' `follower`s keep states for one head, so their taps are the same.
         followers = [each.follower for each in lane.members if each.follower]
         self._taps = followers[0].taps if followers else None
         self._hidden = None if self._taps is None else self._taps.states()
@@ -216,14 +216,15 @@ class BatchRound(RequestRound):
         return logits if stand is None else lane.live(logits)
 
     def prepare(self, keep: Keep) -> None:
-        """Do every step of `commit(keep)` that can fail."""
+        """Prepare the commit of the caches; see `Speculation.prepare`."""
         self.speculation.prepare(self._each(keep))
 
     def commit(self, keep: Keep) -> None:
         """Keep the first `keep` tokens: a number for each request, or one for all."""
         hidden = self._hidden
         selects = {each.follower.select for each in self._members if each.follower}
-        selected = {} if hidden is None else {s: s(hidden) for s in selects}  # can fail
+        # Selecting can fail, so it comes before the commit of the caches.
+        selected = {} if hidden is None else {s: s(hidden) for s in selects}
         self.speculation.commit(self._each(keep))
         each = [keep] * len(self._members) if isinstance(keep, int) else keep
         for place, (member, count) in enumerate(zip(self._members, each, strict=True)):

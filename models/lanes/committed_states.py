@@ -52,9 +52,9 @@ class CommittedStates:
             self._parts.append(states[:, :keep])
 
     def last(self, count: int) -> mx.array | None:
-        """Return a copy of the last `count` states, or of all if there are fewer.
+        """Return a copy of the states of the last `min(count, stop)` tokens.
 
-        None: there are no states, or some of the last `count` were dropped.
+        None: this number is 0, or some of these states were dropped.
         """
         start = max(0, self.stop - count)
         if start == self.stop or start < self.start:

@@ -26,7 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _FP8_BLOCK = 128
 _PARTS = ("weight", "scales", "biases", "bias")
-# Other names in files for the parts of an expert without a gate.
+# Parts of an expert without a gate: names in files, mapped to mlx-lm's names.
 _UNGATED_PARTS = {"up_proj": "fc1", "down_proj": "fc2"}
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(weight|scales|biases|bias)")
 _FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?")
@@ -35,8 +35,9 @@ _FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?")
 def transformed(weights: Weights, wanted: Shapes) -> Weights:
     """Return the weights with the names and shapes of the head's parameters.
 
-    The names of `weights` begin as those in `MtpHead` do. `wanted` has the shapes of
-    the module's parameters before quantization. Unknown tensors stay unchanged.
+    In the names of `weights`, prefixes are `MtpHead`'s already; the rest is as stored.
+    `wanted` has the shapes of the module's parameters before quantization. Unknown
+    tensors stay unchanged.
 
     Raises:
         ModelFolderError: experts are missing or too many, or scales do not fit.

@@ -2,8 +2,8 @@
 
 The key of a draw is (seed, start of the round, position, purpose). Without the start of
 the round, a round would repeat the draws that an earlier round discarded at the same
-positions. Block verification accepts or rejects by the draws that it discards, so the
-generated text would be biased.
+positions. In block verification, these draws have helped to decide how many tokens the
+earlier round accepted. So repeating them would bias the generated text.
 
 A key has two words: the start of the round, XORed with the first word of the stream's
 key, and the position, XORed with the second. A sum in one word would not do: (3, 5) and

@@ -70,7 +70,7 @@ def drafted(name: str, draft: Any, acceptance: Any = "keyed") -> SpeculativeGene
 
 
 def steps(count: int) -> TokenAutomaton:
-    """Return the constraint that allows 1 or 2 for `count` tokens, and then the end."""
+    """Return the constraint for `count` tokens, each with id 1 or 2, and the end."""
     table = {i: {1: i + 1, 2: i + 1} for i in range(count)}
     return TokenAutomaton(table, accepting={count})
 

@@ -102,7 +102,7 @@ def test_an_older_single_file_beside_shards_changes_nothing(tmp_path: Path) -> N
     folder = chat_folder(tmp_path / "model")
     text = text_of(folder)
     divide(folder)
-    other_weights(folder, "model.safetensors")  # older than the shards
+    other_weights(folder, "model.safetensors")  # stands for older weights
     assert text_of(folder) == text
 
 

@@ -128,7 +128,7 @@ def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> 
 
 
 def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
-    """No round runs meanwhile, because reading would distort its measured time."""
+    """Plain rounds run meanwhile. They follow no plan, so the policy notes none."""
     made, lengths = bench("llama"), Planned([4, 2])
     with BatchGenerator(made.generator("model")) as batch:
         uid = batch.insert(
