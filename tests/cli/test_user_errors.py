@@ -53,7 +53,7 @@ NUMBERS = [
     ("--draft=none --draft-length", "4", "--draft-length is 4, and --draft is none"),
     ("--draft=none --quantize-draft", "4", "quantize_draft is 4, but draft is None"),
     ("--draft=mtp --history", "4", "history is 4, which needs draft='auto' or"),
-    ("--quantize-draft", "7", "one of 2, 3, 4, 5, 6, 8 bits is needed"),
+    ("--quantize-draft", "7", "has to be one of 2, 3, 4, 5, 6, 8 bits"),
     ("--adapter-path", "nowhere", "'nowhere' lacks adapter_config.json"),
     ("--system-prompt", "x", "--system-prompt is given, and no chat template is used"),
     ("--chat-template-config", "{", "--chat-template-config is not JSON"),

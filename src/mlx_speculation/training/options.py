@@ -88,7 +88,7 @@ class TrainOptions:
     minutes: float | None = option(
         None,
         "Time for everything. Steps and dialogues are timed first; if needed, --rows, "
-        "--slots, --batch, --held-out and others are reduced. If no step fits, the "
+        "--batch, --held-out and others are reduced. If no step fits, the "
         "training is refused. With --steps, it stops when the time is up, and the same "
         "command resumes it.",
         panel=LENGTH,
