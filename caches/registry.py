@@ -111,7 +111,7 @@ def open_journals(
     steps: KeySteps | None = None,
 ) -> list[Journal]:
     """Return a journal for each of the leaves that `check_supported` returned."""
-    if not isolated and steps is None:  # a plain step, which each Python call slows
+    if not isolated and steps is None:  # without `_opened`: each call takes time
         return [JOURNALS[type(leaf)](leaf, whole) for leaf in result]
     return [_opened(leaf, whole, isolated, steps) for leaf in result]
 

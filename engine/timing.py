@@ -14,11 +14,11 @@ last drafted tokens. With CUDA the thread does not wait there (docs/log/rounds.m
 processor time is then not read, which makes a plain step of 3 ms 1 % shorter.
 
 A plain step submits the choice of its token together with the logits. Nearly all time
-of the choice is then in `verify`, unless parts are exact or masks are made in between.
+of the choice is then in `verify`, unless `explain=True` or masks are made in between.
 
-With `explain=True` the parts are exact: each graph is submitted when the one before it
-is computed. Rounds then take about 1 % longer (2 cores, dense demo model). Without it,
-the timing costs 0.2 %.
+With `explain=True` each graph is submitted when the one before it is computed, so that
+the parts are exact. Rounds then take about 1 % longer (2 cores, dense demo model).
+Without it, the timing costs 0.2 %.
 """
 
 import time
@@ -63,8 +63,8 @@ class RoundClock:
         """Begin a round; `behind` tells that a step is in flight.
 
         `planning` are the seconds spent on the plan before this call. With a step in
-        flight they count as waiting, since a rank may wait for others to agree on the
-        plan.
+        flight they count as `verify`: while the step runs, a rank may wait for others
+        to agree on the plan.
         """
         self._spent = {"draft": 0.0, "verify": 0.0, "sampler": 0.0, "host": 0.0}
         self._spent["verify" if behind else "host"] = planning

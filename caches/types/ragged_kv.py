@@ -231,7 +231,7 @@ def taken(array: mx.array, places: mx.array) -> mx.array:
     return array.view(mx.uint64)[places].view(array.dtype)
 
 
-@lru_cache(maxsize=4)  # the layers of a target and of a draft model can alternate
+@lru_cache(maxsize=4)  # a target and a draft model can run in turn
 def _offset(lengths: tuple[int, ...]) -> mx.array:
     return mx.array(lengths, mx.int32)
 

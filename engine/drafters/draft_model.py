@@ -321,8 +321,9 @@ def _checked_lag(known: int | None, seen: int, start: int) -> int:
     if start == 0 and known < seen:
         return known
     raise InvalidRequestError(
-        f"draft_cache holds {known} tokens and prompt_cache {start + seen}. Pass "
-        "caches that hold the same tokens or, with cached_tokens, a beginning of them."
+        f"draft_cache holds {known} tokens and prompt_cache {start + seen}. Pass a "
+        "draft_cache that holds the same tokens or, with cached_tokens, only the first "
+        "of them."
     )
 
 

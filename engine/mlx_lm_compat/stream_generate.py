@@ -87,7 +87,8 @@ def stream_generate(
         kv_bits: bits of the target's quantized caches; None: not quantized.
         kv_group_size: how many numbers share a scale.
         quantized_kv_start: the position from which on caches are quantized.
-        prompt_progress_callback: called with the numbers of read and of all tokens.
+        prompt_progress_callback: called with how many prompt tokens are read, and how
+            many there are.
         input_embeddings: refused, since drafts are proposed for token ids.
         seed: for a sampler of `make_sampler`; None: drawn from mlx's generator.
         exact: see `GeneratorOptions`; refuses custom samplers and `max_kv_size`.

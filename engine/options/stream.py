@@ -26,15 +26,15 @@ class StreamOptions:
         max_draft: the most tokens to draft in a round of this stream; None: no limit.
         prompt_cache: the caller's mlx-lm caches of the target. `prompt` continues the
             tokens that they hold. The stream writes to them.
-        cached_tokens: the token ids that `prompt_cache` holds. None: the position is
-            the caches' offset, or 0 if no cache has one, as in a model with recurrent
-            layers only; penalties and drafters then do not see these tokens.
+        cached_tokens: the token ids that `prompt_cache` holds. None: penalties and
+            drafters do not see these tokens, and the position is the caches' offset, or
+            0 if no cache has one, as in a model with recurrent layers only.
         draft_cache: caches of the draft model that hold all `cached_tokens`, or the
             first of them.
         logprobs: report the log-probability of each token and of this many most
             probable tokens; 0: of the token only; None: no report.
         constraint: a constraint on the generated text, like `json_schema(...)`. A text
-            that ends with "stop" fits the constraint, unless a stop string has cut it.
+            with the finish reason "stop" fits it, unless a stop string has cut it.
             Stop tokens are allowed where the text may end. If no other token is allowed
             there, the text ends without a stop token.
         explain: keep for each round in `stream.decisions` the draft length, the reason
@@ -151,9 +151,9 @@ def check_own_choice(sampling: Sampling) -> None:
     """Refuse a sampler function in exact mode, which needs noise keyed by position."""
     if sampling.sampler is not None:
         raise InvalidRequestError(
-            "exact cannot be combined with a sampler, which draws once for each row: "
-            "a draft adds rows. Give its options in Sampling, or make it with "
-            "mlx_speculation.make_sampler."
+            "exact cannot be combined with a sampler: it draws once for each row, and "
+            "a draft adds rows, so later draws would depend on the draft. Give its "
+            "options in Sampling, or make it with mlx_speculation.make_sampler."
         )
 
 

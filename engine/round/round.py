@@ -10,13 +10,15 @@ that step:
     choices   c_1  c_2  c_3  c_4        accepted = 2: c_1 = d_1, c_2 = d_2, c_3 != d_3
     emitted   c_1  c_2  c_3             the lane keeps t_n d_1 d_2
 
-    with a step in flight, fed t_n, which chose c_1: d_1, the guess of c_1, is left out
+    a step in flight was fed t_n and chose c_1; d_1, the guess of c_1, is left out
     fed       c_1  d_2  d_3
     choices   c_2  c_3  c_4             accepted = 1: c_2 = d_2, c_3 != d_3
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
 
 A request that fails keeps no token of the round. An error that concerns all requests
 undoes the round, which can then run again.
+
+The numbers in comments are those of the steps in docs/how_a_round_works.md.
 """
 
 from collections.abc import Sequence
@@ -117,7 +119,7 @@ class Proposals:
                 drafter.settle(settled[place])
         if self.shared is not None:
             for place, draft in enumerate(self._together):
-                if draft is not drafts[place]:  # such as forced tokens
+                if draft is not drafts[place]:  # e.g. forced tokens were verified
                     settled[place] = -1
             self.shared.settle(settled)
 

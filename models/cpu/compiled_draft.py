@@ -40,7 +40,8 @@ class FixedKeys:
     the offset are in use.
     """
 
-    single_rows = True  # attention of one row need not round as mlx's does
+    # The room's attention serves a single token too: drafts need not round as mlx does.
+    single_rows = True
 
     def __init__(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
         self.keys = keys
@@ -137,7 +138,7 @@ def compiled_steps(model: nn.Module) -> CompiledSteps:
     """
     kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
     if mx.default_device().type != mx.DeviceType.cpu:
-        _refuse(model, f"no gain was measured on the device {mx.default_device()}")
+        _refuse(model, f"this is for CPUs, and the device is {mx.default_device()}")
     if shutil.which("g++") is None:
         _refuse(model, "mlx compiles for a CPU with g++, which is not installed")
     if kinds != {KVCache.__name__}:

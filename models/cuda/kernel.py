@@ -3,7 +3,7 @@
 mlx 0.32 compiles kernels of `mx.fast.cuda_kernel` anew in every process, with its own
 headers: 1.7 s a kernel on an H100. A `Kernel` is compiled without headers (0.2 s) and
 kept in the cache folder. `mx.fast.precompiled_cuda_kernel` launches it. This function
-passes scalars but no strides, so the inputs have to be contiguous.
+passes scalars but no strides, so inputs that are not contiguous are copied.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _DIGEST = 32  # bytes of the sha256 at the start of a kept binary
 
 
 class Kernel:
-    """A kernel for contiguous inputs.
+    """A kernel that reads contiguous inputs.
 
     `source` is CUDA C++ without includes, with an `extern "C"` function `name`. The
     function's parameters are the inputs, the outputs, then the scalars.

@@ -5,13 +5,13 @@
     b = norm(x)
     x = x + out(mlp(in(b)))           b makes the kernels of this in and out
 
-    u = logits of norm(x), [drafts, vocab];  C = the best few ids of each draft
+    u = logits of norm(x), [drafted tokens, vocab];  C = the best few ids of each row
     score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p
 
-The convolutions in and out are `BlockConvolution`s. The context passes through none of
-them. A, B and P are matrices of the selector. For the first drafted token, p is the
-newest token. Of the tokens before c, a score depends only on p, so no path through the
-candidates needs another forward.
+`in` and `out` are the two convolutions of a `BlockConvolution`. The context passes
+through none of them. A, B and P are matrices of the selector. For the first drafted
+token, p is the newest token. Of the tokens before c, a score depends only on p, so no
+path through the candidates needs another forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,10 +124,10 @@ class DFlash2(DFlash):
     head: DFlash2Head
 
     def candidates(self, normed: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the best ids of each draft, uint32, and their logits, float32.
+        """Return the best ids for each drafted token, and their logits, float32.
 
-        Both are [texts, drafts, candidates], in no particular order. `normed` has
-        normed states, [texts, drafts, dim].
+        Both are [texts, drafted tokens, candidates], in no particular order; the ids
+        are uint32. `normed` has normed states, [texts, drafted tokens, dim].
         """
         settings = self.head.selection
         logits = self._logits(normed).astype(mx.float32)

@@ -7,7 +7,7 @@ from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models import cpu, cuda
 from mlx_speculation.models.device_ops import CompiledForward, DeviceOps, RunBlock
 
-# The first room that supports this machine runs all operations of rounds.
+# The first room that has an operation runs it.
 ROOMS: tuple[DeviceOps, ...] = (cuda.OPS, cpu.OPS)
 
 

@@ -86,7 +86,7 @@ class Beside(Counting):
         converted: bool,
     ) -> None:
         """Fill the cache and its twin; `narrow` is a smaller window of the model."""
-        # In a round a larger window is cut to the ring's: see test_rotating_kv.py.
+        # No larger window: a round cuts it to the ring's, see test_rotating_kv.py.
         self.narrow = narrow if 1 <= narrow <= window else None
         self.native = RotatingKVCache(max_size=window)
         self.cache = SlidingKVCache(window, slack)
@@ -168,7 +168,7 @@ class Beside(Counting):
         caches = (self.cache, self.cache.to_native(), self.native)
         actual, converted, expected = read([self.content(c, probe) for c in caches])
         assert_same(actual, expected, "the cache and its twin")
-        assert_same(converted, expected, "the ring made of it and its twin")
+        assert_same(converted, expected, "the ring of to_native() and the twin")
 
     def content(self, cache: Any, probe: int) -> list[Any]:
         """Return the counters, and the views of three writes: 1, `probe` and 1 rows."""

@@ -192,8 +192,8 @@ def test_any_rank_can_be_killed_anywhere(
 ) -> None:
     """A rank is killed while it reads a prompt or writes a text.
 
-    The remaining ranks notice this end, or the end of a rank that has noticed it (of
-    four ranks, rank 0 is no neighbour of rank 2).
+    The remaining ranks notice that it has ended, or that a rank has ended which had
+    noticed it (of four ranks, rank 0 is no neighbour of rank 2).
     """
     killed: list[float] = []
 
@@ -256,7 +256,7 @@ def test_a_rank_that_raises_or_ends_ends_the_text_of_the_other(
 @pytest.mark.parametrize(
     ("program", "launcher"),
     [
-        ("tensor head/deepseek_v3:mtp head/step3p5:mtp", False),  # divided output
+        ("tensor head/deepseek_v3:mtp head/step3p5:mtp", False),
         (
             "pipeline ministral3:mixed deepseek_v3(MLA):mixed,lookup "
             "qwen3_moe:measured,plain",

@@ -348,7 +348,7 @@ def test_a_step_that_is_on_its_way_is_not_read(
 
 
 def test_a_failing_step_leaves_the_caches_and_the_text() -> None:
-    """The error is raised between two steps of a chain, after rows were read."""
+    """A step of a chain raises an error, the first or a later one."""
     text = text_of("shared")
     for anywhere in (0, 1, 2, 5):
         draft, knowing = oracle("shared", text)
@@ -459,7 +459,7 @@ def code(tokens: int) -> list[int]:
     return ids
 
 
-@pytest.mark.slow  # the next tests load it, and check that it is above chance
+@pytest.mark.slow  # the next tests load it too; the probe refuses one at chance
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_trained_assistant_is_often_right(temperature: float) -> None:
     """The prompt is longer than the window, 96; of random drafts 2 % are accepted."""
