@@ -81,7 +81,8 @@ def calibrate_batches(
         )
     if not rows or any(count < 1 for count in rows):
         raise InvalidRequestError(
-            f"rows is {list(rows)}; it must hold numbers from 1, and at least one."
+            f"rows is {list(rows)}; at least one number is needed, and each must be 1 "
+            "or more."
         )
     cases = [(count, n) for count in sorted(set(rows)) for n in sorted(contexts)]
     return _measured(generator, start, cases, progress)
@@ -95,8 +96,8 @@ def _check(generator: StreamSource, contexts: Sequence[int]) -> None:
         )
     if not contexts or any(context < 1 for context in contexts):
         raise InvalidRequestError(
-            f"contexts is {list(contexts)}; it must hold numbers of tokens from 1, "
-            "and at least one."
+            f"contexts is {list(contexts)}; at least one number of tokens is needed, "
+            "and each must be 1 or more."
         )
     positions = position_table(generator.model)
     tokens = most_tokens(generator.lengths.longest)

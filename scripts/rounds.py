@@ -131,7 +131,7 @@ class Case:
         started = clock()
         while stats.rounds < before.rounds + rounds:
             next(stream)
-        mx.synchronize()  # a step was in flight at the start too
+        mx.synchronize()  # times the step in flight; the one at the start was not timed
         seconds = clock() - started
         done, drafts = stats.rounds - before.rounds, stats.drafts - before.drafts
         drafted = stats.drafted - before.drafted

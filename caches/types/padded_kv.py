@@ -8,8 +8,8 @@ a step) leaves few key counts:
     offset 300, the model writes 3 rows     mlx-lm: 303 keys, "causal"
                                             here: 512 keys, bool mask [3, 512]
 
-A step is 512 rows. Past 4,096 rows a step is an eighth of the largest power of two that
-is not above the row count, so padding is at most an eighth of the rows.
+A step is 512 keys. Past 4,096 keys a step is an eighth of the largest power of two that
+is not above the key count, so padding is at most an eighth of the keys.
 
 The padding consists of zeros or of rows that were rolled back. The mask gives it weight
 0, but if a row of the padding is not finite, the logits are not finite either. Every
@@ -29,7 +29,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 STEP = 512
-PARTS = 8  # past 4,096 rows, a step is a power of two divided by this
+PARTS = 8  # past 4,096 keys, a step is a power of two divided by this
 
 
 def asks_cudnn(dtype: mx.Dtype) -> bool:
@@ -48,8 +48,8 @@ class KeySteps:
     __slots__ = ("ends",)
 
     def __init__(self) -> None:
-        # For each padded mask, by the size of its window (None: no window), the offset
-        # that the cache has once the rows of that mask are written.
+        # By the size of a cache's window (None: a `KVCache`), its offset once the rows
+        # of its last mask are written; no entry if that mask is not padded.
         self.ends: dict[int | None, int] = {}
 
 

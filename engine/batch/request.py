@@ -46,7 +46,7 @@ class StreamSource(Protocol):
 
     @property
     def exact(self) -> int | None:
-        """The number of rows of each forward in exact mode; None: not in exact mode."""
+        """The number of tokens of each forward in exact mode; None: not exact."""
         ...
 
     def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Stream:
@@ -85,7 +85,7 @@ class BatchRequest:
 
     @property
     def quantization(self) -> KVQuantization | None:
-        """Quantization of the caches, the same for all rows of a group."""
+        """Quantization of the caches, without its start; see `BatchQueue.groups`."""
         target = self.request.target
         return target.quantization and replace(target.quantization, start=0)
 
@@ -140,7 +140,7 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         "it is exact, and other rows would change its bits": target.shape is not None,
         "it writes to caches of the caller's": any(c is not None for c in passed),
         "its rounds are to be explained": bool(options.get("explain")),
-        "its caches are quantized from a later position on": _quantized_later(stream),
+        "quantization of its caches begins after the prompt": _quantized_later(stream),
         # mlx-lm gives such a row a state of zeros; not every model begins with zeros.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),

@@ -92,10 +92,11 @@ class DFlashDraft(HeadDraft):
                 the next one ("samples"); None: see `tokenizer`.
             tokenizer: the target's tokenizer. If `layer_ids` or `anchor` is None, and
                 config.json does not give it either, the target generates about 64
-                tokens, and the drafter predicts them with each value of this argument.
-                An unusual value is taken only if it is surely better; without a
-                tokenizer, the usual value is taken. If config.json lists no layers, the
-                draft's `notice` names the layers that are read.
+                tokens, and the drafter predicts them with each value of the missing
+                one. A value that is unusual for such drafters is taken only if it is
+                surely better; without a tokenizer, the usual value is taken. If
+                config.json lists no layers, the draft's `notice` names the layers that
+                are read.
 
         Raises:
             ModelFolderError: the folder holds no such drafter, or only a part of one.

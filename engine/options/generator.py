@@ -20,13 +20,16 @@ MOST_NODES = 64  # largest number of nodes of a tree
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GeneratorOptions:
-    """The options of a `SpeculativeGenerator`. Each value is checked on its own.
+    """The options of a `SpeculativeGenerator`.
+
+    Each value is checked on its own, and `draft_tree` with `exact` and `group`.
 
     Attributes:
         draft: an mlx-lm model with the same token ids; the path or repository of a
             model or head; "mtp" for the head in the target's folder, "lookup", "auto";
             a draft such as `MtpDraft`, `LookupDraft` or `CascadeDraft`; a `Drafter` of
-            your own; or None for plain decoding. A target keeps its last loaded draft.
+            your own; or None for plain decoding. A draft loaded by name stays with the
+            target, for later generators with this name, until another is loaded.
         draft_length: tokens drafted in a round; 0 is plain decoding. None: chosen from
             measured round costs and acceptance, see `calibrate`. The text of a seed
             then depends on timing under rules other than "keyed".
@@ -52,8 +55,8 @@ class GeneratorOptions:
         group: the ranks of `mx.distributed` over which the target is sharded. Every
             rank makes the generator and the streams, with the same options, and gets
             the same chunks. Only rank 0 drafts. None: the target is not sharded.
-        exact: pad every forward to this many rows (True: 8), so that no draft changes a
-            bit of a text. docs/exactness.md lists the costs and the refused options.
+        exact: pad every forward to this many tokens (True: 8), so that no draft changes
+            a bit of a text. docs/exactness.md lists the costs and the refused options.
 
     Raises:
         InvalidRequestError: a value is out of range or of the wrong kind.
@@ -116,8 +119,8 @@ class GeneratorOptions:
         """Refuse options and models with which exact mode is not exact.
 
         Raises:
-            InvalidRequestError: two options do not go together, or a check on this
-                machine has found rows that differ.
+            InvalidRequestError: two options do not go together, or `mlx-speculation
+                check` has found that a row's bits depend on its place in a forward.
             UnsupportedModelError: the model was not tried in a fixed shape.
         """
         shape = self.shape

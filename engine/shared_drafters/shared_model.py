@@ -75,7 +75,7 @@ class SharedModel(SharedDrafter):
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
         """Let requests that may draft join the lane, without their last two tokens.
 
-        A call reads at most one chunk of their tokens, and one chunk of the tokens that
+        A call reads at most `prefill_step` of their tokens, and as many of those that
         rounds without drafts have added. A request drafts after its tokens are read.
         """
         with self._disabling("begin", requests):
@@ -156,7 +156,7 @@ class SharedModel(SharedDrafter):
             self._requests = self._requests + new
 
     def _read(self, requests: Sequence[Drafted]) -> list[Drafted]:
-        """Read at most one chunk; return the requests whose tokens are all read."""
+        """Read at most `prefill_step` tokens; return the requests that are read."""
         result: list[Drafted] = []
         room: PrefillBudget | None = None
         for request in requests:
@@ -174,7 +174,7 @@ class SharedModel(SharedDrafter):
     def _catch_up(self) -> None:
         """Feed tokens that rounds without drafts have added, except the last two.
 
-        A call feeds at most one chunk for all requests together.
+        A call feeds at most `prefill_step` tokens for all requests together.
         """
         step = min(request.target.prefill_step for request in self._requests)
         most = max(1, step // len(self._requests))

@@ -90,11 +90,11 @@ class RequestLane(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Number of rows in a round of several positions; None: `requests` rows."""
+        """Rows, with padding, of a forward over several positions; None: `requests`."""
         return None
 
     def met_new_shapes(self) -> bool:
-        """Return whether a shape was fed for the first time since the last call."""
+        """Return whether, since the last call, a shape was fed that is new."""
         return False
 
     def begin(self, count: int, *, whole: bool = False) -> RequestRound:
@@ -120,7 +120,7 @@ class RequestLane(Protocol):
             self.caches = []
 
     def places_of(self, lanes: "Sequence[RequestLane]") -> list[int]:
-        """Return the rows of the caches that hold the requests of `lanes`."""
+        """Return the indices of the requests of `lanes` on the caches' batch axis."""
         return [0]
 
     def extract(self, place: int) -> list[Any]:

@@ -121,7 +121,7 @@ class BatchLane(RequestLane):
         return with_slack(caches) if self._slack else caches
 
     def places_of(self, lanes: Sequence[RequestLane]) -> list[int]:
-        """Return the rows of the caches that hold the requests of `lanes`."""
+        """Return the indices of the requests of `lanes` on the caches' batch axis."""
         return [self.stand[self.members.index(lane)] for lane in lanes]
 
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":

@@ -1,4 +1,7 @@
-"""A prompt with images: token ids, some of which stand for slots (see `engine_ids`)."""
+"""A prompt with images: token ids, some of which stand for slots (see `engine_ids`).
+
+A slot is a position that is fed an embedding of an image.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

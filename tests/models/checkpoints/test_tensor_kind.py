@@ -52,7 +52,7 @@ def test_a_plain_drafter_of_blocks_is_no_eagle_head(
     names = tensor_names(write_dflash(tmp_path, variant))
     for claimed in ("dflash", "eagle", "model"):
         assert kind_by_tensors(names, claimed) == "dflash"
-    # These tensors are enough for DSpark. DFlash2 needs more, and its loader says so.
+    # The claim of config.json stands. For DFlash2 tensors lack, as its loader says.
     assert kind_by_tensors(names, "dspark") == "dspark"
     assert kind_by_tensors(names, "dflash2") == "dflash2"
 

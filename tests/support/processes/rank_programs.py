@@ -39,7 +39,7 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
-PROMPT, TOKENS = 40, 16  # more than a window of 16
+PROMPT, TOKENS = 40, 16  # the prompt is longer than a window of 16
 
 group = mx.distributed.init()
 rank = group.rank()
@@ -351,7 +351,7 @@ def endless(deed: str, who: str) -> dict[str, Any]:
     except RankLostError as error:
         lost = time.time()
         again = ""
-        if "has left the stream" not in str(error):  # a rank that left still runs
+        if "has left the stream" not in str(error):  # else the group is still usable
             again = raised(lambda: made.generate(prompt_of(PROMPT)))
         return {"raised": str(error), "at": lost, "again": again}
     except ValueError as error:

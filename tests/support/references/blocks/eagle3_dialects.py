@@ -27,8 +27,8 @@ def forward(
     """Return the logits of `drafts` tokens, one after the other, [k, V].
 
     Slot i pairs the state at position i with the token at i + 1. Slot n-1 gives d_1.
-    Slot n-2+j pairs the output of slot n-3+j (before `norm`, or after it if
-    `norm_output`) with d_{j-1} and gives d_j.
+    For j from 2, slot n-2+j pairs the output of slot n-3+j (before `norm`, or after it
+    if `norm_output`) with d_{j-1} and gives d_j.
 
     Args:
         hidden: The outputs [n, Ht] of the tapped layers (`eagle_taps`). If
