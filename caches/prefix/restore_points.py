@@ -33,7 +33,7 @@ class Left(NamedTuple):
     # or the result of `PrefixCache.bind_head`
     which: int
     caches: Sequence[Any]  # the role's live caches
-    stop: int  # the role's rows are computed from the first `stop` tokens
+    stop: int  # `caches` hold what the role computed from the first `stop` tokens
     # Restore points taken during the request. The prefix cache stores them; without
     # room, it drops the last ones first.
     points: list[Point]
@@ -41,7 +41,7 @@ class Left(NamedTuple):
 
 
 class RunningPoints:
-    """The restore points of one running stream; they use the cache's byte budget."""
+    """The restore points of one running stream; `PrefixCache` counts their bytes."""
 
     def __init__(self) -> None:
         self.taken: list[Point] = []  # in order of `stop`
@@ -54,8 +54,8 @@ class RunningPoints:
     def thin_out(self) -> None:
         """Drop the point that leaves the smallest gap, but not the first or the newest.
 
-        The first point needs the fewest KV rows, and the newest is nearest to the end
-        of the text. With fewer than three points, the newest is dropped.
+        Resuming from the first point needs the fewest KV rows, and the newest is
+        nearest to the end of the text. Of fewer than three, the newest is dropped.
         """
         places = [point.stop for point in self.taken]
         around = zip(places, places[2:], strict=False)

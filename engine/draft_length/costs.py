@@ -1,6 +1,6 @@
 """Costs of rounds, by draft length and context length, and the sources they belong to.
 
-The cost of a draft length is the median time of its last rounds. Beyond measured
+The cost of a draft length is the median time of its last rounds. Beyond all known
 lengths, costs are assumed to grow at half the mean slope: a length whose cost is
 assumed too low is tried, and its cost corrected. Costs that are not measured again are
 dropped, since drafting would not resume after too high a cost. A file stores calibrated
@@ -51,13 +51,13 @@ def bucket_of(context: int) -> int:
 
 
 class RoundCosts:
-    """Seconds of rounds by bucket and draft length; length 0 is a steady plain step."""
+    """Seconds of rounds by bucket and draft length; length 0 is a plain step."""
 
     def __init__(
         self, measured: CostTable | None = None, kept: CostTable | None = None
     ) -> None:
         self.reading = 0.0  # seconds of reading a prompt token; 0: not known
-        # A table of an earlier process or a similar batch, used for its ratios alone
+        # Of an earlier process or another batch; `curve` uses only its ratios
         self.kept = dict(kept or {})
         # Tables by bucket and length. Threads share them, so loops run over copies
         self._samples: dict[tuple[int, int], deque[float]] = {}  # of the last rounds
@@ -137,7 +137,7 @@ class Source:
 
     costs: RoundCosts = field(default_factory=RoundCosts)  # which streams measure
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)  # by position
-    free: bool = False  # its proposals cost nothing, and precede the rule's choice
+    free: bool = False  # its proposals cost nothing, and come before others
     name: str = "draft"  # the kind of its drafts
     measured: PartsTable = field(default_factory=dict)  # times of calibrated rounds
     part: int | None = None  # layers that a forward submits at once; None: not measured
@@ -147,7 +147,7 @@ class Source:
     def read(
         cls, key: dict[str, Any] | None, *, free: bool = False, name: str = "draft"
     ) -> "Source":
-        """Return a source with the costs stored under a key; None: none are stored."""
+        """Return a source with the costs stored under `key`; a key None stores none."""
         key = key and {"machine": machine(), **key}
         lost = "The cost of rounds is measured again."
         file = MeasuredFile("costs", _VERSION, key, lost)

@@ -107,7 +107,7 @@ class ReducedOutput(Observer):
 
 
 class ReducedEnds:
-    """The embeddings and the head of a target, with the logits of some ids only."""
+    """The embeddings and the output layer of a target, for some ids' logits only."""
 
     def __init__(self, taps: HiddenStates, ids: Sequence[int]) -> None:
         self._taps, self._output = taps, ReducedOutput(taps.parts, ids)

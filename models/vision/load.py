@@ -159,7 +159,8 @@ class Processor:
         if not isinstance(prompt, str) and not _are_messages(prompt):
             raise InvalidRequestError(
                 f"{len(images)} images were passed with a prompt that is neither text "
-                "nor messages. Pass an ImagePrompt, or let the template place them."
+                "nor messages. Pass messages, a text with the family's marker for each "
+                "image, or an ImagePrompt."
             )
         pictures = [open_image(each) for each in images]
         try:

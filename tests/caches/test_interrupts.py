@@ -47,7 +47,7 @@ TRACED = (
     tree_view.__file__,
 )
 
-PROBES = (2, 6)
+PROBES = (2, 6)  # rows of the writes by which `content` reads a cache
 PROMPT = [(37 * i * i + 11 * i) % 256 for i in range(20)]
 (COMPRESSING, *_) = attentions()
 
@@ -77,7 +77,8 @@ KINDS: dict[str, tuple[Kind, list[int]]] = {
 
 
 def leaving(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "__exit__"  # then the commit is complete and stays
+    # No interrupt is raised there: the commit is complete, and stays.
+    return frame.f_code.co_name == "__exit__"
 
 
 def at_every_line(action: Callable[[], object]) -> Iterator[int]:
@@ -159,7 +160,8 @@ def test_an_interrupted_round_leaves_the_cache_as_it_was(
             speculation.commit(keep)
 
     for line in at_every_line(action):
-        # Each line gets one probe. Damage stays, so another line's probe finds it too.
+        # One width of `PROBES` for each line is enough: all lines interrupt rounds of
+        # the same cache, so damage that one width does not show stays for the other.
         which = line % len(PROBES)
         by_line[which][line] = kind.content(cache, PROBES[which])
     for each, expected in zip(by_line, before, strict=True):
@@ -187,7 +189,7 @@ def test_an_interrupted_round_with_a_tree_leaves_the_cache_as_it_was(name: str) 
 def test_an_interrupted_round_of_a_model_leaves_its_caches_as_they_were(
     name: str,
 ) -> None:
-    """Layers before the interrupt have committed, and later layers have not."""
+    """At some interrupts a part of the layers has committed; all are undone."""
     model = build(name)
     owner, caches = ModelHooks(model), make_prompt_cache(model)
     model(mx.array([PROMPT]), cache=caches)

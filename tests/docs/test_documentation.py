@@ -137,9 +137,11 @@ def test_commands_in_sentences_have_options_that_there_are() -> None:
 
 
 def test_the_page_on_the_command_line_is_current() -> None:
-    """`python -m support.command_line_page docs/command_line.md` writes the page."""
     page = (DOCS / "command_line.md").read_text("utf-8")
-    assert page == command_line_page.page(), "PYTHONPATH=src:tests, write it again"
+    assert page == command_line_page.page(), (
+        "write it: PYTHONPATH=src:tests python -m support.command_line_page "
+        "docs/command_line.md"
+    )
 
 
 def test_pages_of_a_command_of_its_own_have_every_option() -> None:

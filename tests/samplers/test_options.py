@@ -68,7 +68,7 @@ def test_rows_together_and_beside_padding_score_as_each_row_alone(
     limit: int,
     dtype: mx.Dtype,
 ) -> None:
-    """Scores have equal bits, with noise and coins, and with drafts on the host."""
+    """Scores with noise and coins are equal, with drafts in `ahead` or in `known`."""
     sampling = Sampling(
         **penalties,
         **filters,

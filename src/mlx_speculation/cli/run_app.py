@@ -5,7 +5,7 @@
     mlx or a package of it is missing    one line, what to do      1
     wrong usage, an option that is out   typer's box, or one line  2
     of range or contradicts another
-    Ctrl-C, SIGTERM                      the results so far        130, 143
+    Ctrl-C, SIGTERM                      one line, "interrupted"   130, 143
     a second one of these signals        nothing more              130, 143
     a closed pipe, as in `| head`        nothing                   141
 

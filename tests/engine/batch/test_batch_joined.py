@@ -380,7 +380,7 @@ def test_requests_with_a_dspark_drafter_share_the_forwards_of_the_target() -> No
 def test_forced_tokens_are_no_drafts_of_a_source(
     kind: str, names: tuple[str | None, ...]
 ) -> None:
-    """Tokens are forced also in rounds for which the rule plans no draft."""
+    """Tokens are forced also in rounds for which the policy plans no draft."""
     fixed = made("llama", kind)
     generator = SpeculativeGenerator(fixed.model, TOKENIZER, draft=fixed.draft)
     each: list[StreamKeywords] = [

@@ -65,7 +65,7 @@ def test_ranks_at_other_places_are_named(
     assert str(raised.value).startswith(
         f"{text} rank 1 is at exchange 2 (round) of stream 4: their programs"
     )
-    with pytest.raises(RankMismatchError):  # the group has not ended
+    with pytest.raises(RankMismatchError):  # no RankLostError: the group has not ended
         made.exchange(HERE, [])
 
 

@@ -44,7 +44,10 @@ class Trained:
 
 @cache
 def trained(truth: Truth = "as trained") -> Trained:
-    """Return the target and its head, which reads the state `truth`."""
+    """Return the target and its head, which reads the state `truth`.
+
+    "as trained": the target and the head are unchanged.
+    """
     folder = demo_models()["hybrid"]
     model, tokenizer = load(folder)
     convention = MtpConvention(norms="stored")

@@ -95,7 +95,7 @@ def benchmark(
 
     "Plain" is the faster one of mlx-lm's loop and ours. Plain decoding and all drafts
     run by turns. Every text is compared with that of plain decoding; the status is 1 if
-    a text really differs.
+    a text differs by more than a near-tie.
     """
     screen = Screen(json=json)
     pairs = drafts.pairs()
@@ -133,7 +133,7 @@ def benchmark(
         notices=[notice for each in generators for notice in each.notices],
         **here,
     )
-    if run.plot is not None:  # this can fail, so the figures come first
+    if run.plot is not None:  # this can fail, so results are printed first
         from mlx_speculation.cli.plots import draw
 
         with writing("--plot", run.plot) as file:

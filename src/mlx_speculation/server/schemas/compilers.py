@@ -52,7 +52,7 @@ class Template:
         check: Callable[[], None],
     ) -> None:
         self._lock = threading.Lock()
-        self.end_token = vocabulary.end  # the largest id, which ends a text
+        self.end_token = vocabulary.end  # the id that ends a text
         self._control, other = Pipe()
         with other:
             self.process = subprocess.Popen(
