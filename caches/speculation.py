@@ -184,10 +184,10 @@ class Speculation:
         live = wrote is not None or all(leaf.live for leaf in self._leaves)
         if not ordered or not live or len(each) > 1:
             raise InvalidRequestError(
-                f"move({[*rows]}) needs rows in rising order below {written}, the "
-                "number of written positions, and the same number written by every "
-                "layer, and a speculation that is not isolated. Pass the rows of one "
-                "path."
+                f"move({[*rows]}) needs rows in rising order, each below {written}, "
+                "the number of written positions. Every layer must have written the "
+                "same number, and the speculation must not be isolated. Pass the rows "
+                "of one path."
             )
         move_rows(self._live, written, rows)
 
@@ -266,7 +266,7 @@ class Speculation:
     def rollback(self) -> None:
         """Restore every cache as it was at the start, and close. Never raises.
 
-        Called before any other write, it also undoes a commit that called no `rerun`.
+        If nothing was written since a commit that called no `rerun`, undo that, too.
         """
         for journal in self._leaves:
             journal.rollback()

@@ -95,7 +95,7 @@ class Verifier:
         """Return the probability of each token id, float32 [rows, width].
 
         It is the same under every rule; with `for_draft` it has the draft temperature.
-        `logits` are [rows, vocab]. Needs `processors.parallel`.
+        `logits` are [rows, vocab]. Only if the chooser's `processors.parallel` is true.
         """
         chooser = self.draft_chooser if for_draft else self.chooser
         processed = chooser.processed(logits, rows, for_draft=for_draft)

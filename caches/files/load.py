@@ -36,7 +36,7 @@ class LoadedCaches:
     # For each row, how many of its tokens the drafter's caches hold; None: not known
     draft_seen: tuple[int, ...] | None
     metadata: dict[str, str]  # the user's texts
-    layout: str  # "mlx-lm 0.32", also for files of `save_caches`, or "mlx-lm 0.31"
+    layout: str  # "mlx-lm 0.31" or "mlx-lm 0.32"; `save_caches` writes the latter
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -66,7 +66,8 @@ def load_caches(
         path: the file.
         like: live caches, such as those of `make_prompt_cache(model)`. The target's
             caches in the file must have the same classes and settings, and arrays of
-            the same dtypes and shapes; numbers of rows can differ. None: no check.
+            the same dtypes and, except for the number of positions, the same shapes.
+            None: no check.
         draft_like: likewise for the drafter. A file of mlx-lm has one list for both:
             the first `len(like)` caches are the target's, the others the drafter's.
         cast: convert floats to the dtypes of the arrays in `like`, for a model that is
@@ -74,8 +75,8 @@ def load_caches(
             no array, nothing is converted.
 
     Raises:
-        CacheFileError: the file is missing, damaged, no cache file or of another layout
-            version, or its caches do not fit `like` or `draft_like`.
+        CacheFileError: the file is missing or damaged, holds no caches, has another
+            layout version, or its caches do not fit `like` or `draft_like`.
         UnsupportedCacheError: `like` has a cache of an unknown kind.
         InvalidRequestError: `draft_like` is given without `like`.
     """

@@ -29,7 +29,7 @@ class Role(NamedTuple):
     owner: weakref.ref[Any]  # the model or head
     empty: Snapshot  # of new caches
     lag: int = 0  # row m is computed from the tokens [0, m + lag]
-    mark: str = ""  # the same in all processes with this model; empty without a folder
+    mark: str = ""  # the same in all processes with this model; empty: no files
 
     @property
     def stateful(self) -> bool:

@@ -57,7 +57,7 @@ def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.ar
     if not start < stop <= cache.offset:
         raise InvalidRequestError(
             f"Positions [{start}, {stop}) of a {type(cache).__name__} were requested, "
-            f"but it holds only [{first}, {cache.offset}). Read them while it does."
+            f"but it holds only [{first}, {cache.offset}). Read them earlier."
         )
     rows = slice(start - first, stop - first)
     kind: Any = type(cache)

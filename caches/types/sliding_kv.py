@@ -51,7 +51,7 @@ class SlidingKVCache:
         InvalidRequestError: `max_size` or `slack` is less than 1.
     """
 
-    keep = 0  # first rows never evicted; rings with `keep` > 0 are not replaced
+    keep = 0  # as in a ring: how many of the first rows are never evicted
     step = 256  # the buffer grows by this many rows, until it has room for the window
 
     def __init__(self, max_size: int, slack: int | None = None) -> None:
@@ -117,7 +117,10 @@ class SlidingKVCache:
         return self._append(keys, values, undo=0)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the rows that the last write returned, without those undone since."""
+        """Return the rows that the last write returned.
+
+        After an undo, these are at least the last `max_size` rows, or all.
+        """
         shown = slice(self._first, self._end)
         return self.keys[..., shown, :], self.values[..., shown, :]
 

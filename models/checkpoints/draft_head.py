@@ -20,7 +20,7 @@ class ChooseNext(Protocol):
         """Choose tokens [texts] from logits [texts, n].
 
         `ids` are the token ids of the columns, uint32 [n], or [texts, n] if they differ
-        between texts; None: the ids of the head.
+        between texts; None: the ids that the head drafts from.
         """
         ...
 
@@ -178,7 +178,7 @@ def fed_again(layers: Sequence[Sequence[Any]]) -> int:
     rows are kept, so the sum of the window sizes is added: the layers together look
     back that far. If only some caches are windows, the layers with full attention make
     the rows of these windows depend on all earlier tokens. Feeding some tokens again
-    cannot restore such rows, so the head's history begins at the point.
+    cannot restore such rows: the head resumes without the text before these tokens.
     """
     sizes = [getattr(cache, "max_size", 0) for caches in layers for cache in caches]
     return len(layers) + (sum(sizes) if all(sizes) else 0)

@@ -63,7 +63,7 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
     """Return the weight for the kernel like `half_weight`, for a quantized layer."""
     width, group, weight = x.shape[-1], layer.group_size, layer["weight"]
     if not 1 < x.size // width <= MOST_ROWS or weight.shape[-1] * 8 != width:
-        return None  # this also excludes weights of other than 4 bits
+        return None
     if layer.bits != 4 or layer.mode != "affine" or group not in (32, 64, 128):
         return None
     scales = layer["scales"]
@@ -73,7 +73,7 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
 
 
 class _Way(NamedTuple):
-    """Multiplication by a kind of layer."""
+    """The way in which a kind of layer multiplies."""
 
     method: str  # the name of the method that multiplies
     weight_of: WeightOf

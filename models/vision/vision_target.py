@@ -62,8 +62,7 @@ class VisionTarget(nn.Module):
     def as_mlx_lm(self) -> tuple[str, Any] | None:
         """The module of mlx-lm with the same layers, and their arguments.
 
-        An MTP head is made of these layers; images do not shift the head's positions.
-        None: no MTP head is known.
+        An MTP head is made of these layers. None: no MTP head is known.
         """
         if self.family.text is None:
             return None

@@ -49,7 +49,7 @@ def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
 
 
 def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Step:
-    """Return a forward of a model with a round's hooks over caches.
+    """Return a forward over these caches; the model has a round's hooks already.
 
     `drafts`: the model drafts, and its forwards of one token run like a round's.
     """

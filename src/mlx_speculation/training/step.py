@@ -52,8 +52,9 @@ def new_optimizer(
 class TrainingStep:
     """Steps of one training.
 
-    The drafter drafts `depths` tokens from each slot. Its forward computes in `dtype`.
-    With `checkpoint` the backward pass recomputes each depth.
+    The drafter drafts `depths` tokens from each slot, a position of the text. Its
+    forward computes in `dtype`. With `checkpoint` the backward pass recomputes each
+    depth.
     """
 
     def __init__(

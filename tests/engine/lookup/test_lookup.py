@@ -55,7 +55,7 @@ def test_a_draft_goes_on_with_the_longest_match_and_is_as_long_as_asked() -> Non
 def test_the_place_with_the_longest_match_is_taken() -> None:
     drafter = opened(corpus=[[1, 2, 3, 30]], history=100)
     assert proposed(drafter, [9, 1, 2, 3])[:1] == [30]
-    drafter.remember([1, 2, 3, 20], 0)  # as long a match; history is preferred
+    drafter.remember([1, 2, 3, 20], 0)  # of matches as long, history is preferred
     assert proposed(drafter, [9, 1, 2, 3])[:1] == [20]
     assert proposed(drafter, [1, 2, 3, 10, 1, 2, 3])[:1] == [10]
     assert proposed(drafter, [8, 3, 10, 1, 2, 3])[:1] == [20]
@@ -88,8 +88,8 @@ def test_drafts_end_with_the_document() -> None:
     drafter = opened(corpus=documents)
     assert proposed(drafter, [5, 6]) == [7, 8]
     assert proposed(drafter, [7, 8]) == []  # followed by nothing
-    assert proposed(drafter, [1, 2]) == [3, 4]  # followed by something once
-    assert proposed(drafter, [8, 9]) == [1, 2]  # the border is no match
+    assert proposed(drafter, [1, 2]) == [3, 4]  # in two documents, at the end of one
+    assert proposed(drafter, [8, 9]) == [1, 2]  # only 9 matches: 8 ends a document
 
 
 def test_a_long_prompt_is_read_ahead_in_pieces() -> None:

@@ -172,7 +172,7 @@ async def _fetched(url: httpx2.URL, addresses: Sequence[str], most: int) -> byte
     """Return the bytes from the first address that answers."""
     host = {"Host": url.netloc.decode()}
     headers = {**host, "Accept": "image/*", "Accept-Encoding": "identity"}
-    name = {"sni_hostname": url.raw_host.decode()}  # that of the certificate
+    name = {"sni_hostname": url.raw_host.decode()}  # the certificate has to have it
     failed: Exception = httpx2.ConnectError("the host has no address")
     # All steps together have a time limit, so a step has none.
     async with httpx2.AsyncClient(trust_env=False, timeout=None) as client:
