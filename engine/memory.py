@@ -32,7 +32,7 @@ class Memory:
             attribute `held`.
         rounds: the peak bytes that open rounds needed beside the caches, for a rollback
             or a partial commit: old buffers, recurrent states, recorded inputs.
-            Measured in the first round of the largest width and in every 64th round.
+            Measured in each round wider than all before it, and in every 64th round.
         prefix_cache: rows of earlier requests, and restore points of running ones.
     """
 
@@ -50,8 +50,8 @@ class Memory:
         return self.target_weights + self.draft_weights + caches + self.rounds
 
 
-# Bytes of the target's weights, bytes of weights that only the draft has, and the keys
-# in `arrays_in` of all these arrays
+# Bytes of the target's weights, bytes of weights that only the draft has, and all of
+# these arrays, as the keys of the dict that `arrays_in` returns
 WeightBytes = tuple[int, int, frozenset[int]]
 
 
@@ -89,9 +89,9 @@ def held_memory(
 class CacheSize:
     """Size of a model's caches, in bytes, from a forward that is built but not run.
 
-    `row` is the size of one token in all layers that keep every token, `layer` in the
-    largest of these layers. `states` is the size of all sliding windows, when full, and
-    of all recurrent states.
+    `row` is the size of one token, summed over all layers that keep every token;
+    `layer` is its size in the largest of these layers. `states` is the size of all
+    sliding windows, when full, and of all recurrent states.
     """
 
     row: int = 0

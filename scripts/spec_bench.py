@@ -3,8 +3,8 @@
 All arms decode the same prompt, in turns of a few tokens. Tokens per second leave out
 the prefill and the first token, which have a column of their own; `x whole` includes
 them. `x plain` is the speed over the faster plain decoding, ours or mlx-lm's
-`generate_step`. "length" is the mean accepted length. If a text differs from that of
-plain decoding before a near-tie (docs/exactness.md), the script fails.
+`generate_step`. "length" is the mean accepted length. The script fails if a text parts
+from that of plain decoding at a token that is no near-tie (docs/exactness.md).
 
 Prompts are the bundled ones, or those of a question file in Spec-Bench's layout
 (bench/prompts.py). The turns of a file go through the chat template of the target. The

@@ -4,7 +4,7 @@ Every rank runs the same program: the same forwards in the same order. Rank 0 de
 what could differ between ranks: draft lengths, drafts, chosen tokens, the end of a
 stream. It sends its decisions as small arrays of `mx.distributed`.
 
-    group             the ranks, and the comparison of their places in the program
+    group             the ranks, and the check that all are at the same exchange
     ring_watch        detection of lost neighbours in mlx's ring
     session           one stream on all ranks
     leader_follower   draft lengths, drafter and verifier of leader and followers

@@ -1,7 +1,7 @@
-"""The verdict on a model, from rows of drafts that were verified both ways.
+"""The verdict on a model, from drafts verified at once and one token at a time.
 
     identical       all logits are equal bit for bit
-    same choices    logits differ, but every row chooses the same token both ways
+    same choices    logits differ, but every row chooses the same token both times
     near-ties       choices differ, but only in rows with two nearly equal best logits
     different       choices differ in a row without such a tie
 
@@ -38,7 +38,7 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """The verdict on the rows of all places."""
+    """The verdict on the rows of all drafts."""
 
     verdict: Verdict  # see the module
     rows: int
@@ -62,7 +62,7 @@ def usual_tolerance(places: Sequence[Place]) -> float:
 
 
 def judge(places: Sequence[Place], tolerance: float) -> RowVerdict:
-    """Return the verdict on the rows of some places."""
+    """Return the verdict on the rows of the drafts at some places of a text."""
     differing = [
         First(p.position, row) for p in places for row in p.rows if row.differs
     ]

@@ -320,8 +320,8 @@ def check_shapes(
     if wrong := {one for one in both if wanted[one] != weights[one].shape}:
         one = min(wrong)
         problems.append(
-            f"does not have the shape of config.json for {some(wrong)}: "
-            f"{weights[one].shape} instead of {wanted[one]} for the first"
+            f"has tensors whose shapes do not follow from config.json: {some(wrong)} "
+            f"({file_name(one)} has {weights[one].shape} instead of {wanted[one]})"
         )
     if problems:
         raise ModelFolderError(

@@ -1,8 +1,8 @@
 """Operations of `models/cpu`, as one `DeviceOps`.
 
 With the attention of `models/cpu` a row's rounding depends on the other rows of the
-forward. It is used only if mlx uses OpenBLAS: the same holds for mlx's own products
-there. Drafts can be compiled on any CPU.
+forward. With OpenBLAS this holds for mlx's own products too, and only with OpenBLAS
+the attention is used. Drafts can be compiled on any CPU.
 """
 
 from typing import Any

@@ -83,14 +83,14 @@ def _run(
     beta: mx.array,
     state: mx.array,
 ) -> list[mx.array]:
-    """Return y [batch, rows, heads, Dv] and the state after the rows, float32."""
-    (batch, rows, _, dim), (heads, width) = q.shape, v.shape[2:]
+    """Return y [batch, tokens, heads, Dv] and the state after the tokens, float32."""
+    (batch, tokens, _, dim), (heads, width) = q.shape, v.shape[2:]
     together = [mx.contiguous(array) for array in (g, beta, state)]
     result: list[mx.array] = _kernel(dim, g.ndim == 4)(
         inputs=[q, k, v, *together],
         grid=(-(-width // WARPS) * WARPS * 32, heads, batch),
         threadgroup=(WARPS * 32, 1, 1),
-        output_shapes=[(batch, rows, heads, width), state.shape],
+        output_shapes=[(batch, tokens, heads, width), state.shape],
         output_dtypes=[mx.float32, mx.float32],
     )
     return result
@@ -98,15 +98,15 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Result of some rows, from which states after fewer rows can be computed."""
+    """Result of some tokens, from which states after fewer tokens can be computed."""
 
-    y: mx.array  # the output for each row, [batch, rows, heads, Dv]
-    last: mx.array  # the state after all rows, [batch, heads, Dv, Dk]
+    y: mx.array  # the output for each token, [batch, tokens, heads, Dv]
+    last: mx.array  # the state after all tokens, [batch, heads, Dv, Dk]
     inputs: tuple[mx.array, ...]
     start: mx.array
 
     def after(self, keep: int) -> mx.array:
-        """Return the state after `keep` rows, at least 1, in the dtype of `start`."""
+        """Return the state after `keep` tokens, at least 1, in the dtype of `start`."""
         if keep == self.y.shape[1]:
             return self.last
         q, k, v, g, beta = (each[:, :keep] for each in self.inputs)
@@ -121,11 +121,12 @@ def serves(q: mx.array, v: mx.array) -> bool:
 
 
 def run_steps(
-    q: mx.array,  # [batch, rows, key heads, Dk], scaled
+    q: mx.array,  # [batch, tokens, key heads, Dk], scaled
     k: mx.array,  # the same shape, normalized
-    v: mx.array,  # [batch, rows, heads, Dv], grouped by key head
-    g: mx.array,  # decays in [0, 1], [batch, rows, heads] or [batch, rows, heads, Dk]
-    beta: mx.array,  # [batch, rows, heads]
+    v: mx.array,  # [batch, tokens, heads, Dv], grouped by key head
+    # Decays in [0, 1], [batch, tokens, heads] or [batch, tokens, heads, Dk]
+    g: mx.array,
+    beta: mx.array,  # [batch, tokens, heads]
     # The state before the block, [batch, heads, Dv, Dk]; None: zeros, float32
     state: mx.array | None = None,
 ) -> Steps:

@@ -16,8 +16,8 @@ def usual_prefill_step() -> int:
 class PrefillBudget:
     """Number of prompt tokens to read between rounds, in one chunk or several.
 
-    A chunk is never split to fit: other ends of chunks can change the results' last
-    bits.
+    A chunk is never split to fit: the last bits of the results can depend on where
+    chunks end.
     """
 
     def __init__(self, tokens: int) -> None:

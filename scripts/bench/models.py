@@ -6,10 +6,10 @@ wrong           the same, but it proposes its least probable token
 lookup, mtp     as in `draft=`
 eagle, ...      the bundled heads, each for the target it was trained on
 a folder        as in `draft=`
-one+other       a cascade
-one@4           with weights in 4 bits
-one%16          with trees of 16 tokens; the draft length is the number of levels
-one~1024        limited to the 1,024 most frequent token ids
+NAME+NAME       a cascade of two of these
+NAME@4          with weights in 4 bits
+NAME%16         with trees of 16 tokens; the draft length is the number of levels
+NAME~1024       limited to the 1,024 most frequent token ids
 """
 
 import copy

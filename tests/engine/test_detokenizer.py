@@ -145,7 +145,6 @@ def test_text_is_cut_before_the_first_stop_however_it_arrives(
         shown += piece
         if stopped:
             break
-        # Streamed text is never part of a later stop string.
         assert not any(s in shown for s in stops)
     if not stopped:
         shown += strings.flush()

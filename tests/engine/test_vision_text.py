@@ -177,7 +177,7 @@ def test_a_second_turn_resumes_the_first_after_its_images(name: str) -> None:
 def test_a_head_after_images_drafts_warm_as_it_does_cold(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two images with the same ids count as two texts."""
+    """Prompts with equal ids and different images count as two texts."""
     monkeypatch.setattr(eagle_checkpoints, "VOCAB", VOCAB)
     model, prompt = target(name), prompt_with(name, ONE)
     folder = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge", (0, 1))

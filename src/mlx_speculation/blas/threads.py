@@ -12,8 +12,8 @@ the same number at any load. While texts run, only a text in exact mode changes 
 
 An idle thread also spins, for some 100 ms. On two cores this takes a core from mlx's
 own threads: steps took 5 to 30 % longer. So on two cores threads sleep at once, unless
-`OPENBLAS_THREAD_TIMEOUT` is set. On four or more cores this would slow down rounds:
-each product wakes all threads.
+`OPENBLAS_THREAD_TIMEOUT` is set. On more cores sleeping at once would slow down
+rounds: each product would have to wake all threads.
 """
 
 import os

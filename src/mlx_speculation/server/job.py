@@ -1,8 +1,8 @@
 """Jobs: each passes one text between its connection and the engine's thread.
 
 connection                     engine
-arrived.put(job)     ->        queues it
-job.next()           <-        0: the request is valid and queued; or an error
+worker.arrived.put   ->        queues the request
+job.next()           <-        the number 0, if the request is valid; or an error
 job.next()           <-        numbers of prompt tokens read so far, then `Piece`s
 job.cancel()         ->        removes the request before the next round
 """
@@ -130,5 +130,5 @@ class Job:
         except TimeoutError:
             return None
         if isinstance(event, Exception):
-            raise event.with_traceback(None)  # one error may end many requests
+            raise event.with_traceback(None)  # it may be raised in other jobs too
         return event

@@ -213,7 +213,7 @@ def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
 def test_rows_of_a_chain_draft_what_they_do_alone(
     longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head reads a plain step's token at once (`longest` = 1), or before a draft."""
+    """A head reads a plain step's token at once (`longest` = 1), or with later ones."""
     for module in (shared_head, mtp):
         monkeypatch.setattr(module, "LONGEST_LAG", longest)
     assert_as_alone(generator("chained"))

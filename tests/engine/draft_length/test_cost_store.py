@@ -48,7 +48,7 @@ def test_it_is_read_as_it_was_written() -> None:
 def test_another_context_is_added(tmp_path: Path) -> None:
     saved()
     known = Source.read(KEY)
-    known.costs.kept = {}  # as after many rounds
+    known.costs.kept = {}  # as `note` does every `FORGETS` rounds
     known.take({1: TIMES})
     assert Source.read(KEY).measured == {0: TIMES, 1: TIMES}
 

@@ -188,7 +188,7 @@ WRONG_TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"t2d": mx.zeros(VOCAB, mx.bool_)}, "t2d of the EAGLE-3 head has 0 ids"),
     ({"d2t": mx.array(SHIFTS[:90]), "t2d": None}, "a d2t of 90"),
     ({"fc__weight": mx.zeros((64, 128))}, "takes 2 layers .* names 3"),
-    ({"norm__weight": mx.zeros(63)}, "not have the shape of config.json for norm"),
+    ({"norm__weight": mx.zeros(63)}, "do not follow from config.json: norm.weight"),
 ]
 
 

@@ -12,9 +12,10 @@ def shared_noise_distribution(first: Array, second: Array) -> Array:
     The first distribution is p, the second q.
     E_z = exp(-noise_z) is exponential, and x is drawn from p if E_x / p_x is the
     smallest. For x = y the probability is 1 / sum over z of max(p_z / p_x, q_z / q_x).
-    For x != y, with t = E_y / E_x, it is the integral from p_y / p_x to q_y / q_x of
-    (1 + t + sum over other z of max(p_z / p_x, t q_z / q_y)) to the power -2 over t.
-    The result is [..., vocab, vocab], with x on the first axis.
+    For x != y, with t = E_y / E_x, it is the integral over t from p_y / p_x to
+    q_y / q_x of (1 + t + sum over other z of max(p_z / p_x, t q_z / q_y))**-2, or 0 if
+    the first bound is larger. The result is [..., vocab, vocab], with x on the first
+    of these axes.
     """
     first, second = np.broadcast_arrays(first, second)
     vocab = first.shape[-1]

@@ -30,7 +30,7 @@ class Trainee(ABC):
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from slots of recorded text.
 
-        `read` is called with each depth and its logits [rows, slots, ids]; `run`
+        Calls the argument `read` with each depth and its logits [rows, slots, ids], and
         returns the results of these calls.
         """
 
