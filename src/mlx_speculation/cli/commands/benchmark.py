@@ -94,8 +94,8 @@ def benchmark(
     """Measure what drafts gain over plain decoding, for models of your own.
 
     "Plain" is the faster one of mlx-lm's loop and ours. Plain decoding and all drafts
-    run by turns. Every text is compared with that of plain decoding; the status is 1 if
-    a text differs by more than a near-tie.
+    run by turns. Every text is compared with plain decoding's; the status is 1 if one
+    differs beyond a near-tie.
     """
     screen = Screen(json=json)
     pairs = drafts.pairs()
