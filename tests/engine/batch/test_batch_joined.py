@@ -475,11 +475,11 @@ def test_quantized_requests_share_forwards() -> None:
             )
         later = KVQuantization(8, 32, start=20)
         uid = batch.insert(prompt_of(9), kv_quantization=later, **options)
-        assert "later position" in str(batch.why_alone(uid))
+        assert "begins after the prompt" in str(batch.why_alone(uid))
         uid = batch.insert(
             prompt_of(1), kv_quantization=KVQuantization(8, 32), **options
         )
-        assert "later position" in str(batch.why_alone(uid))
+        assert "begins after the prompt" in str(batch.why_alone(uid))
         while batch.waiting or batch.running:
             batch.next()
         assert batch.stats.forwards <= 22
