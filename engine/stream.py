@@ -93,8 +93,9 @@ class Generation:
         try:
             if not self._in_rounds and not (self.begin() and self._in_rounds):
                 return
+            # Without a plan, the ranks meet when they exchange the plan of the round
             if self.session is not None and self.decoder.planned:
-                self.session.turn()  # else the ranks meet when they exchange the plan
+                self.session.turn()
             budget = chunks.max_tokens - self._statistics.emitted
             known = len(self._tokens)
             try:
@@ -217,7 +218,7 @@ class Stream:
     `cached_tokens`: the prompt, the yielded tokens, and at most the rest of one round.
     After an error it holds the tokens committed before the failing round. Ctrl-C, like
     any exception of a signal handler, is raised at the end of a round or of a chunk of
-    the prompt, and closes the stream.
+    the prompt. It closes the stream in `next`, and leaves it open in `next_round`.
     """
 
     _ending = staticmethod(sys.is_finalizing)  # globals are None when Python exits

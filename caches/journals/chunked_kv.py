@@ -57,7 +57,7 @@ class ChunkedJournal(KVJournal):
             super().commit(keep)
 
     def rollback(self) -> None:
-        """Undo every trim; move the offset back; empty the cache if it was empty."""
+        """Undo every trim; then as in `KVJournal`."""
         self._undo_trims(self._start)
         super().rollback()
 

@@ -25,7 +25,8 @@ class KVJournal(LiveJournal):
     """Journal of one cache whose length is its offset.
 
     The model sees the live cache itself. With `steps` it sees a padded view, if the
-    cache is a `KVCache`; with `shape`, a fixed view. `whole` has no effect.
+    cache is a `KVCache`; with `shape`, a fixed view. `whole`, which all journals take,
+    changes nothing here.
     """
 
     __slots__ = ("_cache", "_start", "_was_empty", "presented")

@@ -7,9 +7,9 @@
     head, tail = split(both, 64)                     tokens [0, 64) and [64, 90)
     restore(head, make_prompt_cache(model))          new caches with 64 tokens
 
-KV rows can be cut anywhere. Rings, chunks, batches and recurrent states exist only at
-the offset where they were taken, the snapshot's `stop`. To cut a snapshot with such
-layers elsewhere, separate the states:
+KV rows can be cut anywhere. Rotating, chunked and batch caches and recurrent states are
+kept as they were at the snapshot's `stop`, and cannot be cut. To cut a snapshot with
+such layers, separate the states:
 
     ranges, states = both.ranges, both.states        rows of [0, 90); states at 90
     head, tail = split(ranges, 64)                   legal; neither can be restored

@@ -18,7 +18,7 @@ Tokens = Sequence[int]
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
 TEXTS = 1 << 18  # the most tokens of finished texts that stay indexed
 CHUNK = 2048  # the most tokens indexed at once, in 8 ms; other requests wait meanwhile
-LONGEST_SEARCH = 64  # a cursor in a changed index follows so many last tokens
+LONGEST_SEARCH = 64  # last tokens of the text that a cursor follows in a changed index
 BEFORE = 8  # tokens to keep before an answer, so that its first token has a match
 
 
@@ -76,13 +76,13 @@ class Cursor:
 class AnswerHistory:
     """Keeps answers, each with a few tokens before it, and drops the oldest.
 
-    Prompts are not kept: an agent's prompt repeats most of the agent's last prompt. A
-    full young generation replaces the old one, so that no token is indexed twice.
+    Prompts are not kept: an agent's prompt repeats most of the agent's last prompt.
+    There are two indexes: a full young one replaces the old one.
     """
 
     def __init__(self, limit: int) -> None:
-        self._half = limit // 2  # the most tokens of a generation
-        # The young one and the old one
+        self._half = limit // 2  # the most tokens of an index
+        # The young index and the old one
         self.generations = GrowingIndex(array("i")), GrowingIndex(array("i"))
 
     def add(self, tokens: Tokens, answer: int) -> None:
@@ -129,7 +129,7 @@ class Found(NamedTuple):
     """Looked-up tokens."""
 
     tokens: list[int]  # the proposed continuation of the text
-    survival: list[float]  # of each token, up to an improbable one
+    survival: list[float]  # of the first tokens, ends at an improbable one
     place: str  # one of `PLACES`; "" if there is no match
     buckets: list[int]  # of each token of `survival`, see the module `survival`
 
@@ -138,7 +138,7 @@ NOTHING_FOUND = Found([], [], "", [])
 
 
 class SharedPlaces:
-    """Documents, `history` tokens of answers, indexed texts and rates, all shared."""
+    """Documents, answers, indexed texts and rates, which all requests share."""
 
     def __init__(self, documents: Sequence[Tokens] = (), history: int = 0) -> None:
         self.history, self.texts = AnswerHistory(history), TextPool(TEXTS)
@@ -161,7 +161,7 @@ class Lookup:
         self._prediction = GrowingIndex([*prediction, BREAK] if prediction else ())
         places = PREDICTION, HISTORY, HISTORY, DOCUMENT
         self._cursors = [(place, Cursor()) for place in places]
-        self._unjudged = 0, NOTHING_FOUND  # the last proposal's place, the proposal
+        self._unjudged = 0, NOTHING_FOUND  # length of the text before it; last proposal
 
     def read_ahead(self, tokens: Tokens, limit: int = CHUNK) -> bool:
         """Index at most `limit` new tokens; return whether all tokens are indexed."""
@@ -175,10 +175,7 @@ class Lookup:
             return all(index.complete for index in growing)
 
     def propose(self, tokens: Tokens, limit: int) -> Found:
-        """Return at most `limit` tokens that followed the longest match.
-
-        Indexes at most one chunk, and follows `LONGEST_FALL` links per new token.
-        """
+        """Return at most `limit` tokens that followed the longest match."""
         with self._shared.lock:
             self._judge(tokens)
             self.read_ahead(tokens)

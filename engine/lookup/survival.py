@@ -37,7 +37,7 @@ class AcceptanceRates:
         self._keep = 1 - 1 / window
 
     def survival(self, buckets: Iterable[int]) -> list[float]:
-        """Return the survival of each token up to an improbable one."""
+        """Return the survival of the first tokens; ends at an improbable one."""
         chance, result = 1.0, list[float]()
         for bucket in buckets:
             chance *= self._hits[bucket] / self._tries[bucket]

@@ -73,7 +73,8 @@ def read_rotation(
     name: str,  # the drafter's name, for messages
     kind: str = FULL,
     *,
-    # The defaults of a config.json that has no keys but those of `_FLAT`
+    # The rotation if config.json states nothing but `_FLAT` keys for these layers. Such
+    # keys then change the rotation of full attention alone
     usual: Rotation | None = None,
 ) -> Rotation:
     """Return the rotation of the layers of a kind.

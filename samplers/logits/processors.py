@@ -8,8 +8,8 @@ drafted tokens are rejected. The kind of a processor decides when it may be call
                 those wrapped by `pure`. Called for all rows; the host waits for none.
     forkable    can copy and restore its state, see `ForkableProcessor`. Called for all
                 rows in order; then the state after the emitted tokens is restored.
-    serial      every other callable. Called for a row once the choice before it is
-                known to be emitted, so exactly as often as in plain decoding.
+    serial      every other callable. Called for a row only when the choice before it
+                is known to be emitted, so exactly as often as in plain decoding.
 
 Drafts call pure and forkable processors, the latter on a copy of the state.
 """
@@ -73,14 +73,14 @@ class Processors:
         self._after: dict[int, States] = {}  # by position, after its row
         self._drafted: dict[int, States] = {}  # by position, after its drafted token
         self._last = range(0)  # the positions of the rows processed last
-        # By the tokens between the first `_called_after` known ones and the row
+        # By the tokens before the row, without the first `_called_after` of the text
         self._called: dict[tuple[int, ...], _Called] = {}
         self._called_after = 0
 
     def apply(self, logits: mx.array, rows: Rows) -> mx.array:
         """Process all rows [rows, vocab], without writing to them. Needs `parallel`.
 
-        Leaves the state after the last row; then call `keep` or `restore`.
+        The state is then that after the last row; call `keep` or `restore` next.
         """
         assert self.parallel, "serial processors go row by row"
         self._begin(rows)
@@ -110,10 +110,10 @@ class Processors:
     def serial(self, logits: mx.array, rows: Rows) -> Iterator[mx.array]:
         """Process row after row: processors are called when their row is asked for.
 
-        Ask for a row once the choice before it is known to be emitted and does not end
-        the text. If the round fails and runs again, the results of its calls are used
-        again. Each row yields [1, vocab]; the logits [rows, vocab] are not written to.
-        Reads the drafted tokens once. All known tokens must precede each row.
+        Ask for a row only when the choice before it is known to be emitted and does not
+        end the text. If the round fails and runs again, the results of its calls are
+        used again. Each row yields [1, vocab]; the logits [rows, vocab] are not written
+        to. Reads the drafted tokens once. All known tokens must precede each row.
         """
         drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
         self._forget_committed(rows.known)

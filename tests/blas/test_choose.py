@@ -188,7 +188,7 @@ NO_WHEEL = (
 
 @pytest.fixture(name="own_system", scope="module")
 def _own_system(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return Python code that makes a copy of the wheel's OpenBLAS the system's."""
+    """Return Python code that takes a copy of the wheel's OpenBLAS for the system's."""
     library = tmp_path_factory.mktemp("system") / "system.so"
     openblas_wheel._write(library)
     return (

@@ -116,7 +116,7 @@ def unknown(text: str) -> Iterator[str]:
 
 
 def test_what_is_named_is_there() -> None:
-    """Parsing is slow, so only files with an unknown name are parsed."""
+    """Parsing is slow, so only files that hold an unknown name are parsed."""
     whole = {name: (ROOT / name).read_text("utf-8") for name in texts()}
     doubtful = [name for name, text in whole.items() if any(unknown(text))]
     unknown_names = {name: sorted(unknown(prose(name))) for name in doubtful}

@@ -33,7 +33,8 @@ Options of sampling, adapters and caches have the names that mlx-lm gives them.
 | 0 | done |
 | 1 | an error, in one line on standard error; or texts differ |
 | 2 | wrong usage: an option that is unknown, out of range, or does not fit another |
-| 130, 143 | Ctrl-C, SIGTERM (`serve`: 0). What there is was kept. A second ends all |
+| 130, 143 | Ctrl-C, SIGTERM (`serve`: 0). The results so far are kept. \
+A second one ends the command at once |
 | 141 | the reader of the output has left, as in `\\| head` |
 
 With `--json` a command (all but `serve`) prints one JSON object on standard output and

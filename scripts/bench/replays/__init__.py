@@ -1,1 +1,1 @@
-"""Replays of recorded texts: by draft length policies, and by lookups."""
+"""Replays of recorded texts, which measure draft length policies and lookups."""

@@ -57,7 +57,7 @@ def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
         ids = encode(text) if ended else [*ids, *encode(rest)]
         assert turn["prompt_tokens"] == len(ids)
         assert turn["tokens"] == generator.generate(ids, max_tokens=12).tokens
-        # The target rereads tokens after a restore point and tokens new to the drafter.
+        # The caches that are kept lack the last tokens of an answer, at most 5.
         assert bool(before) <= turn["statistics"]["reused"] <= before
         assert ended or before - 5 <= turn["statistics"]["reused"]
         ids += turn["tokens"]

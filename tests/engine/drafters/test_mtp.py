@@ -128,8 +128,8 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
         cached = held_tokens(caches)
         assert cached == text[1 + layer : 1 + layer + len(cached)]
         assert len(cached) == drafter._cache.state.ends[layer]
-    # The head reads committed tokens when it drafts. So it can lack the tokens of the
-    # last round with a draft, and the last token if a plain step chose it.
+    # Row i reads token i + 1. The head reads committed tokens when it drafts, so it can
+    # lack those of the last round with a draft, and a last one of a plain step.
     assert drafter.history.stop >= PROMPT + TOKENS - (4 + 1) - 2
 
 

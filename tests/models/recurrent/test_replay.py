@@ -169,7 +169,7 @@ def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -
     "name", ["qwen3_5", "nemotron_h", "lfm2", "recurrent_gemma", "baichuan_m1"]
 )
 def test_one_call_is_replayed_for_one_prefix_after_another(name: str) -> None:
-    """Rows of a batch keep different numbers of tokens of one recorded call."""
+    """A batch needs this: its rows keep different numbers of tokens of one call."""
     model = build_recurrent(name)
     start = prefilled(model)
     with hooked(model):

@@ -229,7 +229,8 @@ def test_what_keeps_rows_from_going_together_is_named() -> None:
 def test_pure_keeps_the_name_and_refuses_what_cannot_be_called() -> None:
     assert getattr(alternating, "__name__", "") == "alternating"
     recorder = Recorder()
-    recorder._processor = None  # type: ignore[attr-defined]  # a name of its own
+    # `pure` gives its own object an attribute of this name
+    recorder._processor = None  # type: ignore[attr-defined]
     assert pure(recorder)(mx.array([1]), mx.zeros((1, VOCAB))).shape == (1, VOCAB)
     with pytest.raises(InvalidRequestError, match=r"pure\(\) was given a int"):
         pure(3)  # type: ignore[arg-type]
