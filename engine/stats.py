@@ -69,8 +69,8 @@ class Statistics:
             steps, all time until then. Includes the replay of recurrent layers, which
             is computed with the next forward.
         sampler_seconds: time after that until the tokens are chosen and counted.
-        host_seconds: time in which the host works and does not wait, see
-            `engine.timing`.
+        host_seconds: the other time of the rounds, in which the host works and does not
+            wait, see `engine.timing`.
     """
 
     rounds: int = 0

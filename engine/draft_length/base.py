@@ -30,9 +30,9 @@ class Compared:
     name: str  # the kind of its drafts
     index: int  # its index among the sources of the rule
     free: bool  # whether its proposals cost nothing
-    survival: Sequence[float]  # see `rule`; in a batch, the mean over the requests
+    survival: Sequence[float]  # in a batch, the mean over the requests
     options: tuple[Option, ...]  # the lengths that may pay
-    credit: float  # what its drafts may still lose, in plain steps, see `rule`
+    credit: float  # what its drafts may still lose, in plain steps
 
     @property
     def drawback(self) -> str:
@@ -64,9 +64,9 @@ class Plan:
     best      the draft that is worth most
     trial     a draft that is not expected to pay, made to measure it
     plain     no draft pays, or the credit does not allow one
-    measure   a plain step whose cost is measured
+    measure   a plain step or, in a calibration, a draft, whose cost is measured
     budget    `limit` leaves no room for a draft
-    free      the longest draft; the rule then picks among the proposals
+    free      up to the longest draft; the rule decides when free sources have proposed
     """
 
     length: int  # tokens to draft; 0 is a plain step
@@ -103,7 +103,7 @@ class Feedback:
     drafted: int  # drafted tokens, possibly fewer than planned
     accepted: float  # accepted tokens before any cut; in a batch, the mean
     seconds: float  # of the round, including drafting
-    # Whether a plain step was in flight. A round with drafts then emits its token too
+    # Whether it began with a plain step in flight, whose token a draft then emits too
     behind: bool = False
     ahead: bool = False  # whether the round has left a plain step in flight
     parts: RoundSeconds = NO_TIME  # the seconds by part
@@ -136,7 +136,7 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan | None:
-        """Learn from a round; return its plan, or None for `plan`. Must not raise."""
+        """Learn from a round; return the plan used, None: `plan`. Must not raise."""
         ...
 
 

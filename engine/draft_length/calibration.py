@@ -8,8 +8,8 @@ from mlx_speculation.engine.draft_length.costs import PartsTable, bucket_of, few
 from mlx_speculation.engine.timing import RoundSeconds
 
 PASSES = 3  # over all lengths; a busy moment then slows only some rounds of a length
-# Rounds of a pass. The first and the last plain step are not measured, nor is the first
-# draft, in which the drafter also reads the tokens of the plain steps.
+# Plain steps of a pass, the first and the last not measured; drafts of each length. One
+# draft before these is not measured: the drafter also reads the plain steps' tokens.
 PLAIN_STEPS, DRAFTS = 7, 2
 
 
@@ -30,7 +30,7 @@ class Calibration:
         return Plan(max(0, min(next(self._script, 0), limit)), "measure")
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
-        """Record the time of a round, unless it follows a round of another kind."""
+        """Record the time of a plain step between two, or of a draft after a draft."""
         self.done += 1
         drafts = feedback.drafted > 0
         usual = feedback.steady or (drafts and self._drafted and not feedback.behind)

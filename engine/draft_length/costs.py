@@ -2,9 +2,9 @@
 
 The cost of a draft length is the median time of its last rounds. Beyond all known
 lengths, costs are assumed to grow at half the mean slope: a length whose cost is
-assumed too low is tried, and its cost corrected. Costs that are not measured again are
-dropped, since drafting would not resume after too high a cost. A file stores calibrated
-times, but not what streams learn, which may come from a busy machine.
+assumed too low is tried, and its cost corrected. Costs not measured again are dropped,
+since drafting would not resume after too high a cost. Only calibrated times are stored:
+a stream may run on a busy machine.
 """
 
 import os

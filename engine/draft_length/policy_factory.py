@@ -36,7 +36,7 @@ class PolicyFactory:
         self._others = {"exact": shape and shape.rows, **others}
         self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
         self._known: dict[int, list[Source]] = {}  # by rows of a batch; 0: of streams
-        # Streams with a prediction have their own: other drafts say little about them
+        # The second is for streams with a prediction: other drafts say little of theirs
         self._credits, self._batch_credit = (Credit(), Credit()), Credit(*BATCH_CREDIT)
 
     def for_stream(
@@ -70,8 +70,7 @@ class PolicyFactory:
     def batch_sources(self, rows: int) -> list[Source]:
         """Return the sources of a batch with this number of rows.
 
-        Costs that were not measured are those of the next larger measured batch, or
-        else of the next smaller one.
+        Unmeasured costs are taken from the next larger batch, or else a smaller one.
         """
         result, sizes = self.sources(rows), self._known.keys() - {0}
         for index, source in enumerate(result):
@@ -88,7 +87,7 @@ class PolicyFactory:
         return usual_part() if measured is None else measured
 
     def sources(self, rows: int = 0) -> list[Source]:
-        """Return the sources of a batch; `rows` 0: of a stream. All share the rates."""
+        """Return the sources of a batch; 0: of a stream. Only the costs differ."""
         if rows not in self._known:
             drafts = members_of(self._draft)
             self._known[rows] = [self._source(draft, rows) for draft in drafts]

@@ -25,8 +25,7 @@ from mlx_speculation.engine.draft_length.costs import Source, few_lengths
 # Credits, and the share that each plain step adds, all in plain steps.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
-# First credit, largest credit and share of a batch. They are small, since a batch may
-# end before it has won back a loss.
+# First, most and share of a batch: small, since it may end before it regains a loss.
 BATCH_CREDIT = (0.6, 1.0, 0.01)
 LEAST_GAIN = 1.2  # least speed of a fully accepted draft, relative to plain steps
 FIRST_LENGTH = 2  # the longest draft before any is measured
@@ -90,8 +89,7 @@ class DraftRule:
     ) -> Plan:
         """Return the next round's plan; `behind`: whether a plain step is in flight.
 
-        `offers` None: free sources have yet to propose, so the plan allows the longest
-        draft.
+        `offers` None: free sources have yet to propose.
         """
         longest = min(limit, self.longest)
         if longest <= 0:
@@ -145,8 +143,7 @@ class DraftRule:
 
         A length is at most twice the longest measured one. For a free source, the costs
         measured with other sources count too, as upper bounds. If a plain step is in
-        flight, its token counts too, and the first drafted token is a guess of that
-        token.
+        flight, its token counts too, and the first drafted token guesses it.
         """
         left = self._left_of_step(plain) if behind else 0.0
         for index, source in enumerate(self.sources):

@@ -4,8 +4,7 @@ A stream with a single costly source is planned by its forecast. With a free sou
 several sources, `plan` leaves room for the longest draft, and `propose` calls `choose`
 after the free sources have proposed.
 
-A batch has one draft length, since the target's forward has the same number of tokens
-for each request. Requests with their own draft length keep it.
+A batch has one draft length. Requests with their own draft length keep it.
 """
 
 from collections.abc import Callable
@@ -100,10 +99,7 @@ class RuledDrafter(CascadeDrafter):
     def offer(
         self, sequence: Sequence, limit: int, choose: Choose, *, costly: bool = True
     ) -> list[Survival]:
-        """Let free sources propose, and return the survival of each source.
-
-        Unless `costly`, the survival of a costly source is ().
-        """
+        """Let free sources propose; return survivals, costly ones only if `costly`."""
         nothing: list[Survival] = [()] * len(self._drafters)
         offered = self._lengths.survivals() if costly else nothing
         self._proposals = {}
@@ -198,7 +194,6 @@ class BatchDraftLength:
     def early(self, rows: Rows, context: int, room: list[int]) -> bool:
         """Plan the round after a plain step; return whether it drafts."""
         self._fill(self._next, rows, context, room)
-        # Faster than a generator, which costs a call for each plan
         return any(map(attrgetter("length"), self._next.values()))
 
     def _fill(self, plans: Plans, rows: Rows, context: int, room: list[int]) -> None:

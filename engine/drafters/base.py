@@ -34,7 +34,7 @@ class Branches:
     Attributes:
         parents: integers [k], for each token the index of its parent, which is smaller
             than the token's index; -1: the token follows the known tokens.
-        levels: the deepest level at which tokens may be accepted, counted from 1.
+        levels: deeper tokens are not accepted; children of the known text are level 1.
     """
 
     parents: mx.array
@@ -52,7 +52,7 @@ class Proposal:
         source: the kind of drafter; the statistics count by kind.
         reads: how often the host waited for the device while drafting.
         branches: the edges of a tree, in which the likeliest path should come first;
-            allowed if `choose.tree` is not 0. None: a chain.
+            allowed if `choose` has a `tree` above 0 (`CheckedChoose`). None: a chain.
         survival: for each token, the probability that it and all tokens before it are
             accepted; the engine may leave out improbable last tokens. None: not known.
     """
@@ -188,7 +188,7 @@ class OpenDrafter(Drafter):
 
     @property
     def shared(self) -> "OpenDrafter":
-        """The drafter that requests of a batch can share; of a cascade, a member."""
+        """The drafter that can draft for a whole batch, if any: itself, or a member."""
         return self
 
     @property
@@ -263,7 +263,7 @@ class DraftChain:
         self._tokens: list[mx.array] = []
 
     def add(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Choose the next token from logits [1, vocab], or [1, n] of the token `ids`.
+        """Choose the next token from logits [1, vocab], or [1, n] for `ids` [n].
 
         Returns:
             The token, uint32 [1], which is computed while the next graph is built.

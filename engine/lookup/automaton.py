@@ -34,10 +34,7 @@ NO_MATCH = Match()
 
 
 class SuffixAutomaton:
-    """Finds the longest suffix that occurred before, and the tokens that followed it.
-
-    A token adds at most 2 states of 24 bytes; some states have dictionary entries too.
-    """
+    """Finds the longest suffix that occurred before, and the tokens after it."""
 
     def __init__(self, *, walk: int = LONGEST_WALK) -> None:
         self.tokens = array("i")  # the indexed ones, with `BREAK` after each document

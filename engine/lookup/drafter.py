@@ -55,10 +55,7 @@ class LookupDraft(Draft):
         return self.kind
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
-        """Return the draft.
-
-        If `history` was None and the options allow no history, the result has none.
-        """
+        """Return the draft, without history if that was None and is not allowed."""
         if options.history or self._limit is not None:
             return self
         return LookupDraft(corpus=self._documents, history=0)

@@ -77,12 +77,11 @@ class AnswerHistory:
     """Keeps answers, each with a few tokens before it, and drops the oldest.
 
     Prompts are not kept: an agent's prompt repeats most of the agent's last prompt.
-    There are two indexes: a full young one replaces the old one.
+    Of the two indexes, a full young one replaces the old one.
     """
 
     def __init__(self, limit: int) -> None:
         self._half = limit // 2  # the most tokens of an index
-        # The young index and the old one
         self.generations = GrowingIndex(array("i")), GrowingIndex(array("i"))
 
     def add(self, tokens: Tokens, answer: int) -> None:

@@ -1,12 +1,12 @@
-"""The decoder layers of EAGLE-3 heads: the first reads two states side by side.
+"""The decoder layers of EAGLE-3 heads: the first reads an embedding beside a state.
 
     x = g + attention([norm(E[t]) | norm(g)])
     x = x + mlp(norm(x))
 
 Later layers are plain. Layers like Qwen 3's have norms of the queries and keys of each
 attention head. Layers like OLMo 2's have one norm over all attention heads together.
-Latent attention (DeepSeek's MLA) is Youtu-LLM's, whose cache holds whole keys and
-values.
+Latent attention (DeepSeek's MLA) is that of mlx-lm's youtu_llm, whose cache holds whole
+keys and values.
 """
 
 from dataclasses import replace
@@ -48,7 +48,7 @@ def _attention(settings: EagleSettings, index: int, width: int) -> Any:
 
 
 class EagleLayer(llama.TransformerBlock):
-    """A head's first decoder layer: Llama's, with attention over two states."""
+    """A head's first decoder layer: Llama's, over an embedding joined with a state."""
 
     def __init__(self, settings: EagleSettings) -> None:
         args, dim = settings.layer, settings.layer.hidden_size

@@ -73,8 +73,8 @@ class SharedKv:
         """Return keys and values for each kind of layer, for texts of a batch.
 
         The caller must drop the arrays before the target writes again. For each text,
-        `places` has its row in the batch, `stops` how many positions are read, and
-        `seen` how many the target has been fed.
+        `places` has its row in the batch, `stops` the position after the last one to
+        read, and `seen` the number of positions that the target has been fed.
         """
         result = {}
         for kind, layer in self.places.items():

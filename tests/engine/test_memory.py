@@ -1,4 +1,4 @@
-"""Bytes that a generation holds equal sums worked out by hand."""
+"""The counted bytes of a generation are the sums worked out by hand."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_recurrent_slots_count_with_what_stands_beside_them() -> None:
 
 
 def test_a_round_holds_what_it_undoes() -> None:
-    """A round holds a ring's old rows and a new state, and nothing for plain rows."""
+    """A round holds a ring's old rows, a second recurrent state, and no plain rows."""
 
     def held_in_a_round(cache: Any, rows: int) -> int:
         with Speculation([cache]) as speculation:

@@ -21,7 +21,7 @@ OPTIONS = TrainOptions(
 
 
 def lengths(result: TrainingResult) -> list[float]:
-    """Return the mean accepted length of each evaluation, over both kinds of text."""
+    """Return the mean accepted length of each evaluation, over all kinds of text."""
     return [
         sum(acceptance["length"] for acceptance in each["acceptance"].values())
         / len(each["acceptance"])

@@ -55,6 +55,6 @@ def _draw(file: Path, progress: Progress, lookup: Mapping[str, Acceptance]) -> N
                 label=f"{name}, lookup",
             )
     right.set_xlabel("step")
-    right.set_ylabel(f"mean accepted length of {ROUND} drafts")
+    right.set_ylabel(f"mean accepted length, {ROUND} drafted tokens")
     right.legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=110)
