@@ -1,7 +1,7 @@
-"""Several requests at once: rows come and go between rounds. Each has its own options.
+"""Several requests at once, each with its own options; they come and go between rounds.
 
-Each text equals the one that its prompt gets without a batch. `generate_batch` takes a
-list of prompts.
+Each text equals the one that its prompt gets without a batch. If all prompts are known
+at the start, `generate_batch` is simpler.
 """
 
 from mlx_speculation import (

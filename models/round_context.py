@@ -20,8 +20,8 @@ Device = Literal["cuda", "x86"]
 _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
 _device: ContextVar[Device | None] = ContextVar("device", default=None)
 _forward: ContextVar["Forward"] = ContextVar("forward")
-# [layers per part, layers built] of the forward being built. A part is a number of
-# layers and not a time, so that all ranks of a sharded model submit the same parts.
+# [layers per part, layers built] of the forward being built. A part is so many
+# layers, not so much time: all ranks of a sharded model have to submit the same parts.
 _parts: ContextVar[list[int] | None] = ContextVar("parts", default=None)
 _exact_rows: ContextVar[int] = ContextVar("exact_rows", default=0)
 
@@ -89,7 +89,7 @@ def rows_differ(dtype: mx.Dtype) -> bool:
 def x86_serves() -> bool:
     """Return whether this is an x86 CPU where float32 `rows_differ`.
 
-    mlx has no vector code for some of its operations there.
+    There layers replace operations of mlx that have no vector code.
     """
     return platform.machine() in ("x86_64", "AMD64") and rows_differ(mx.float32)
 
@@ -145,7 +145,7 @@ def fixed_shape_forward(rows: int) -> Iterator[None]:
     for any number of rows. `rows`, at least 1, is the number of rows that are no
     padding.
     """
-    # Latent attention reads `in_round`.
+    # With `in_round`, latent attention uses its method for one row for several rows too
     exact, inside = _exact_rows.set(rows), _in_round.set(True)
     try:
         yield

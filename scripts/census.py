@@ -23,13 +23,14 @@ weights (tests/support/models/census.json), and decoded greedily and sampled, pl
 and with drafts that are right, wrong and mixed. All texts were equal, up to near-ties
 where the column "bit for bit" says no ([What "the same" means](exactness.md)).
 
-There are {count} of them. In {bitwise} four rows in one forward are bit for bit four
-forwards of one row, on the Linux CPU wheel in float32.
+There are {count}. In {bitwise} of them, a forward over four tokens gives bit for bit
+the logits of four forwards over one token (Linux CPU wheel, float32).
 
-How a part of a round is kept: "rows" where every layer holds rows and drops the last
-ones; "replay" where recurrent layers are taken from their old state to the accepted
-prefix. MTP heads are those that `draft="mtp"` knows. Any architecture but those marked
-takes a draft model, a lookup and drafters of your own.
+The column "a part is kept by" says how the accepted part of a draft is kept: "rows"
+where every layer holds rows and drops the last ones; "replay" where recurrent layers
+are taken from their old state to the accepted prefix. MTP heads are those that
+`draft="mtp"` knows. Every architecture takes a draft model, a lookup and drafters of
+your own, except those with "no drafts" in the last column.
 
 {table}
 

@@ -7,8 +7,8 @@
     rollback()                                      _idx 5, nothing is copied
 
 If rows keep different numbers of positions, the commit copies the buffers once, and
-drops left padding that all rows share. For this the host reads `left_padding`, which
-the round's forward has already computed.
+drops left padding that all rows share. To find it, the host reads `left_padding`; it
+does not wait, since the round's forward has already computed that array.
 """
 
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ class BatchKVJournal(LiveJournal):
         cache._idx = self._start + longest - spare
         cache.offset = self._offset + kept
         cache.left_padding = self._padding + right
-        # Evaluating the keys then evaluates these two as well; perhaps no mask does.
+        # These two are evaluated with the keys; perhaps no mask is made of them.
         cache.keys = mx.depends(cache.keys, (cache.left_padding, cache.offset))
 
     def rollback(self) -> None:

@@ -69,8 +69,8 @@ def verify_both_ways(
     """Yield comparisons at places that are evenly spread over the text.
 
     The text before the first place, the third and so on is fed in forwards over k + 1
-    tokens. These change the order of keys in a ring cache. The text before the other
-    places is fed one token at a time.
+    tokens, and the text before the other places one token at a time, since these leave
+    the keys of a ring cache in different orders.
 
     Raises:
         InvalidRequestError: the text has fewer tokens than a draft, the prompt is

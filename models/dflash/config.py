@@ -44,7 +44,7 @@ Anchor = Literal["given", "samples"]
 class DFlashSettings:
     """The settings of a block drafter, from config.json."""
 
-    layers: qwen3.ModelArgs  # of the first decoder layer
+    layers: qwen3.ModelArgs  # of all decoder layers, but with the first rotation
     block: int  # the number of rows of a block, with the anchor
     mask_token: int
     windows: tuple[int | None, ...]  # of each layer; None: unlimited
@@ -85,8 +85,8 @@ def read_settings(config: Config) -> DFlashSettings:
     if kind not in (None, "dflash") or fields.get("markov_rank"):
         raise ModelFolderError(
             f"config.json of the {NAME} has projector_type {kind!r} and markov_rank "
-            f"{fields.get('markov_rank')!r}, but its tensors are those of a {NAME}. "
-            "Correct config.json, or choose another drafter."
+            f"{fields.get('markov_rank')!r}, but the tensors beside it are those of a "
+            f"{NAME}. Take a whole checkpoint, or choose another drafter."
         )
     gemma = (
         "gemma4" in f"{config.get('architectures')} {fields.get('model_type')}".lower()
@@ -152,7 +152,7 @@ def _block_size(fields: Config, anchor: Anchor, name: str) -> int:
     if block < (1 if anchor == "samples" else 2):
         raise ModelFolderError(
             f"config.json of the {name} has block_size {fields['block_size']}, which "
-            "has to be at least 2: the known token and one draft."
+            "has to be at least 2, so that a block drafts a token."
         )
     return block
 

@@ -9,7 +9,7 @@ from mlx_speculation.models.dflash import DFlashSettings, attend_block, by_head
 
 
 class GemmaBlockAttention(gemma4_text.Attention):
-    """Gemma 4's full attention, from a block to the context and to itself."""
+    """Gemma 4's attention, from a block to the context and to itself."""
 
     def __init__(
         self, args: gemma4_text.ModelArgs, settings: DFlashSettings, index: int

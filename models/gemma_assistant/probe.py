@@ -54,7 +54,7 @@ def probe_anchor(
         first, vocab = max(text.written, 2), text.target_log_probs.shape[-1]
 
         def score(anchor: Anchor) -> Score:
-            """Score guesses of the target's tokens, each the first token of a draft."""
+            """Draft a token at each position of the target's text, and score them."""
             drafted = []
             for known in range(first - 1, text.positions - 1):
                 read, _ = shared.read(caches, text.positions - 1 - known)

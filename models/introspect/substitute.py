@@ -1,7 +1,7 @@
 """Forwards in which the result of a module is replaced, or that end at a module.
 
-So the code of a model before its first layer and after its trunk (scales, soft caps,
-masked ids, positions) can run with another input. No cache is used.
+So the code of a model before its first layer can run alone, and the code after its
+trunk on a given array: scales, soft caps, masked ids, positions. No cache is used.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class _Instead(Observer):
         if self._array is None:
             raise _ReachedError(first_array(values))
         self.given = True
-        return self._array[...]  # the model can write into it
+        return self._array[...]  # a copy: the model may write into it
 
 
 class _ReachedError(Exception):
@@ -38,7 +38,7 @@ class _ReachedError(Exception):
 
 def logits_of(
     model: nn.Module,
-    module: nn.Module,  # the trunk or the final norm, observed
+    module: nn.Module,  # the trunk or the final norm, with the hook `OBSERVED`
     result: mx.array,  # [batch, positions, dim]
     also: Observer | None = None,  # a further observer of the forward
 ) -> mx.array:
@@ -58,8 +58,8 @@ def logits_of(
 def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
     """Return the first input of a module when a model is fed tokens without a cache.
 
-    `module` is observed; neither it nor a later one is called. `tokens` are [batch,
-    positions].
+    `module` has the hook `OBSERVED`; neither it nor a later one is called. `tokens` are
+    [batch, positions].
     """
     try:
         with observing(_Instead(module, None), alone=True):

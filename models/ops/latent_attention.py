@@ -9,10 +9,10 @@ methods, with the same result up to rounding:
                      from all latents, in every forward
 
 The second method is faster for a prompt, but slower for the few rows of a round after a
-long text. So in a round up to `MOST_ROWS` rows use the first method. The hook runs a
-copy of the model's own method with another attention function. The keys and values in
-that copy are not used, and so never computed. Classes whose source has changed get no
-hook.
+long text. So in a round, forwards over at most `MOST_ROWS` rows use the first method.
+The hook runs a copy of the layer's own `__call__` with another attention function. The
+keys and values in that copy are not used, and so never computed. Classes whose source
+has changed get no hook.
 """
 
 import functools
@@ -29,8 +29,8 @@ from mlx_speculation.models.instance_hooks import Hook, derived, made_again, pla
 from mlx_speculation.models.round_context import in_round
 from mlx_speculation.models.source_digests import is_known
 
-# Both methods have equally many multiplications at
-# rank (nope + value) / (2 rank - nope - value) rows: 170 for DeepSeek's 512, 128, 128.
+# Fewer than the rows at which both methods have equally many multiplications:
+# rank (nope + value) / (2 rank - nope - value), 170 for DeepSeek's 512, 128, 128.
 MOST_ROWS = 64
 _RANK = 0
 

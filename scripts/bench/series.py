@@ -64,7 +64,8 @@ class Series:
         """Return the row of the arm.
 
         `each` is the spread of single prompts' `x_plain`. `x_whole` includes the
-        prefill. `first_x` is the median ratio of the times to the first token.
+        prefill. `first_x` is the median of the times to the first token, each over that
+        of plain decoding.
         """
         if not self.runs:
             return {"arm": self.arm.name, "texts": self.failure or "no tokens"}
@@ -171,7 +172,7 @@ def _check(
 
 
 def rows_of(series: list[Series]) -> list[dict[str, Any]]:
-    """Return the rows of all arms; "x_plain" is over the faster plain decoding."""
+    """Return the rows of all arms; "x_plain" compares with the faster plain one."""
     plain = max(series[:2], key=lambda each: each.speed)
     return [each.row(plain, series[1]) for each in series]
 

@@ -166,7 +166,7 @@ watch()
 
 
 def __getattr__(name: str) -> object:
-    # Imported late: until this module is loaded, the command line cannot handle Ctrl-C.
+    # Imported late, so that this module loads fast: only then Ctrl-C can be handled.
     from importlib import import_module
 
     value: object

@@ -9,10 +9,10 @@ def option(
 ) -> Any:
     """Declare an option: a dataclass field, or the default of a command's parameter.
 
-    The default `dataclasses.MISSING` makes the field required. `names` have dashes; if
-    there are none, the option has the name of the field. `panel` is the part of the
-    help that shows the option; None: the panel of the dataclass. `more` are arguments
-    of `typer.Option`, such as bounds.
+    The default `dataclasses.MISSING` makes the field required. `names` are written
+    with their dashes; without names, the option is named after the field. `panel` is
+    the part of the help that shows the option; None: the panel of the dataclass. `more`
+    are arguments of `typer.Option`, such as bounds.
     """
     given = {"names": names, "help": help, "panel": panel, **more}
     return field(default=default, metadata={"option": given})
@@ -22,7 +22,7 @@ def option(
 class KvLimits:
     """Size and precision of the target's caches, named as in mlx-lm."""
 
-    panel: ClassVar[str] = "Key-value caches, as mlx-lm names it"
+    panel: ClassVar[str] = "Key-value caches, as mlx-lm names their options"
 
     max_kv_size: int | None = option(
         None, "Maximum number of positions in the target's caches.", min=1

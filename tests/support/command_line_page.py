@@ -16,7 +16,7 @@ from mlx_speculation.cli.app import app
 START = """# Command line
 
 What `mlx-speculation --help` says, on one page. Written by
-`python -m support.command_line_page`; a test checks that it is current.
+`python -m support.command_line_page`, checked by a test.
 
 ```sh
 mlx-speculation generate path/of/target --draft path/of/draft --prompt "def fib(n):"
@@ -34,7 +34,7 @@ Options of sampling, adapters and caches have the names that mlx-lm gives them.
 | 1 | an error, in one line on standard error; or texts differ |
 | 2 | wrong usage: an option that is unknown, out of range, or does not fit another |
 | 130, 143 | Ctrl-C, SIGTERM (`serve`: 0). The results so far are kept. \
-A second one ends the command at once |
+A second one ends at once |
 | 141 | the reader of the output has left, as in `\\| head` |
 
 With `--json` a command (all but `serve`) prints one JSON object on standard output and

@@ -1,6 +1,6 @@
 """Compiled steps of a draft model give the same logits and caches as uncompiled steps.
 
-Most tests switch mlx's compiler off: a first compilation takes 16 seconds.
+Most tests run the steps with mlx's compiler off: a first compilation takes 16 seconds.
 """
 
 import shutil
@@ -27,7 +27,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
 ON_CPU = mx.default_device().type == mx.DeviceType.cpu
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="compiled on a CPU alone")
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="there is none")
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
 @pytest.fixture(name="uncompiled")

@@ -226,7 +226,7 @@ class KVKind:
 
 @dataclass(frozen=True, slots=True)
 class RingKind:
-    """A `RotatingKVCache`; its content is the view of the next write."""
+    """A `RotatingKVCache`; its content is what it returns for a next write."""
 
     window: int
     keep: int = 0

@@ -159,10 +159,10 @@ class BlockTrainee(NewHead):
 def begin_near(head: DFlashHead) -> None:
     """Set initial weights that shorten the training.
 
-    The rows attend to near positions, and read mostly the last tapped layer. Small
-    random matrices would average the whole context, and training would take long to
-    find the position before the anchor. Here queries use the matrix of the keys, so
-    rows attend to similar rows, and most to near ones.
+    The rows attend to near positions, and read mostly the last tapped layer. With small
+    random matrices, they would average the whole context, and learn only slowly to
+    attend to the position before the anchor. Here queries use the matrix of the keys,
+    so rows attend to similar rows, and most to near ones.
     """
     wide = head.fc.weight
     dim = wide.shape[0]

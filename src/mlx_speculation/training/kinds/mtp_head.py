@@ -1,8 +1,8 @@
 """Further training of a target's MTP head.
 
 Most such heads have learned to draft only one token. The trained head gets its own
-folder. Its files hold the weights as mlx applies them: norm weights are factors, and
-one array holds the experts of a layer.
+folder. Its files hold the weights as mlx applies them: norm weights are stored as they
+are multiplied, not minus one, and one array holds all experts of a layer.
 """
 
 from dataclasses import replace

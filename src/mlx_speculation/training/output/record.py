@@ -101,12 +101,13 @@ base_model: {record["target"]}
 # {_NAMES[options["kind"]]} for {record["target"]}
 
 It drafts for that model alone, and was trained on what the model wrote itself:
-{data["dialogues"]} dialogues, {data["tokens"]} tokens, {data["own"]} of them with a
-prompt that the model wrote too. Its licence is that of the model.
+{data["dialogues"]} dialogues, {data["tokens"]} tokens in all. In {data["own"]} of the
+dialogues the model wrote the prompt, too. Its licence is that of the model.
 
     mlx-speculation generate {record["target"]} --draft FOLDER --prompt "..."
 
-Accepted on {data["held_out"]} held-out dialogues, teacher-forced, of {ROUND} drafts:
+Acceptance on {data["held_out"]} held-out dialogues, teacher-forced, with {ROUND}
+drafted tokens a round:
 
 | text | mean accepted length | by position | prompt lookup |
 |---|---|---|---|
