@@ -74,7 +74,7 @@ def read_rotation(
     kind: str = FULL,
     *,
     # The rotation if config.json states nothing but `_FLAT` keys for these layers. Such
-    # keys then change the rotation of full attention alone
+    # keys for all layers then change the rotation of full attention alone
     usual: Rotation | None = None,
 ) -> Rotation:
     """Return the rotation of the layers of a kind.
@@ -104,7 +104,7 @@ def read_rotation(
     stated = by_kind.get(kind, flat)
     values, base = {key: value for key, (value, _) in stated.items()}, Rotation()
     if usual is not None and values.keys() <= set(_FLAT):
-        base, values = usual, values if kind == FULL else {}
+        base, values = usual, values if kind == FULL or kind in by_kind else {}
     theta = values.pop("rope_theta", base.theta)
     share = values.pop("partial_rotary_factor", base.factor)
     scaled = values.pop("rope_type", None)

@@ -300,6 +300,17 @@ def test_gemmas_usual_rotation_is_taken_where_none_is_stated() -> None:
     }
 
 
+def test_an_entry_of_sliding_layers_changes_gemmas_usual_rotation() -> None:
+    """A theta at the top is that of full attention alone."""
+    config = _without_rope(assistant_config("shared"))
+    flat = {**config, "rope_theta": 5e5}
+    both = {FULL: {"rope_theta": 1e6}, SLIDING: {"rope_theta": 2e4}}
+    entries = {**config, "rope_parameters": both}
+    for given, thetas in (flat, (5e5, 1e4)), (entries, (1e6, 2e4)):
+        made = read_assistant_settings(given).layers.rope_parameters
+        assert (made[FULL]["rope_theta"], made[SLIDING]["rope_theta"]) == thetas
+
+
 def test_a_new_head_takes_its_targets_theta() -> None:
     for config in (
         {"rope_theta": 5e5},
