@@ -11,6 +11,7 @@ greedy texts may differ after a near-tie (docs/exactness.md).
     python scripts/server.py --clients 1 --clients 8 --requests 32
 """
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -56,9 +57,12 @@ def server(
         report.say("starting four servers")
         models = folder_of(target), folder_of(draft_model)
         with started(*models, blas, mlx_lm_length) as servers:
+            numbers = itertools.count()  # no prompt is sent twice
             for count in clients or [1, 4, 8]:
                 report.say(f"{count} clients")
-                passes = [prompts_of(n, requests) for n in range(repeats + 1)]
+                passes = [
+                    prompts_of(next(numbers), requests) for _ in range(repeats + 1)
+                ]
                 options = {"max_tokens": tokens, "temperature": temperature}
                 for row in measured(servers, passes, count, options):
                     report.add(clients=count, **row)
