@@ -108,8 +108,8 @@ def check_index(
 ) -> None:
     """Refuse an index if a file lacks a tensor that the index places in it.
 
-    A file that holds none of the tensors placed in it is not checked: then the index is
-    older than a conversion of the files. `is_spare` returns whether the model can do
+    A file with none of the tensors that the index places in it is not checked: it was
+    converted after the index was written. `is_spare` returns whether the model can do
     without a tensor of this name.
 
     Raises:

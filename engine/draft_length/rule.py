@@ -175,8 +175,8 @@ class DraftRule:
 
     def _left_of_step(self, plain: float) -> float:
         """Return the seconds that a step in flight still needs when a round begins."""
-        # `_cold` includes submitting two steps. A CPU computes a step while submitting
-        # it, so there `_cold` is 2 * plain, and nothing is left.
+        # Two steps take 2 * plain, and `_cold` of that has passed when the first ends.
+        # A CPU computes steps while submitting them, so there nothing is left.
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
     def learn(self, context: int, plan: Plan, feedback: Feedback) -> None:

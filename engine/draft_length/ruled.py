@@ -4,7 +4,8 @@ A stream with a single costly source is planned by its forecast. With a free sou
 several sources, `plan` leaves room for the longest draft, and `propose` calls `choose`
 after the free sources have proposed.
 
-A batch has one draft length. Requests with their own draft length keep it.
+In a batch, requests with adaptive draft lengths share one plan, since the target's
+forward pads all drafts to one length. The other requests keep their own lengths.
 """
 
 from collections.abc import Callable
@@ -154,7 +155,7 @@ class BatchDraftLength:
     def __init__(
         self,
         sources: Callable[[int], SequenceOf[Source]],  # for a number of requests
-        credit: Credit,  # of several requests; one by itself has its stream's
+        credit: Credit,  # of several requests; a single one uses its policy's
         longest: int,
     ) -> None:
         self._sources, self._credit = sources, credit

@@ -7,7 +7,8 @@ blocks, and the logits at the position are compared:
 
     difference   the largest change of a logit between the two ways
     margin       the difference between the scores of the two tokens
-    edge         the distance of a token from the border of the top-p set
+    edge         how far top_p is from the total probability of all tokens that are
+                 more probable than one of the two (the smaller distance)
 
 The texts differ by a near-tie if margin <= 2 * difference / temperature + spacing, or
 if edge <= 2 * difference. The spacing is that of the logits' dtype at the largest
@@ -41,7 +42,7 @@ class Parting:
     margin: float  # between the two scores, which include temperature and noise
     difference: float  # the largest difference of a logit, before the temperature
     allowed: float  # the largest margin of a near-tie
-    edge: float  # the distance to the border of the top-p set; infinite without top-p
+    edge: float  # see above; infinite without top-p
 
     @property
     def near_tie(self) -> bool:
@@ -64,8 +65,8 @@ def find_parting(
     got: Sequence[int],  # the text by forwards over several tokens
     *,
     width: int,  # the largest number of tokens of a forward
-    # Number of places in a block at which to try the row; None: all. Fewer places may
-    # give a smaller difference than the texts had.
+    # Number of places in a block at which the position is computed; None: all. Fewer
+    # places may give a smaller difference than the texts had.
     places: int | None = None,
     make_lane: MakeLane = Lane,  # makes the kinds of caches that the texts were in
 ) -> Parting | None:
@@ -78,7 +79,7 @@ def find_parting(
     shared = [*prompt, *expected[:index]]
     deciding = partial(deciding_row, model, shared, len(prompt), make_lane=make_lane)
     single = deciding(first=1, width=1)
-    # The row's place in its block is not known: try each one.
+    # The position's place in its block is not known: try each one.
     wide = [
         deciding(first=first, width=width)
         for first in range(1, min(width, places or width) + 1)
@@ -129,7 +130,7 @@ def weigh(
     parting: tuple[int, int | None, int | None],
     difference: float,
 ) -> Parting:
-    """Measure how close the scores of two tokens in a row [1, vocab] are."""
+    """Measure how close the scores of two tokens are; `row` is logits [1, vocab]."""
     index, expected, got = parting
     processed = chooser.processed(row.astype(mx.float32), rows)
     scores = np.array(chooser.scores(processed, rows))[0]
@@ -154,7 +155,7 @@ def _ulp(row: mx.array) -> float:
 def _distance_to_top_p(
     chooser: Chooser, row: mx.array, tokens: tuple[int, int]
 ) -> float:
-    """Return the distance of the nearer token from the border of the top-p set."""
+    """Return `edge` for two tokens; infinite without top-p."""
     top_p = chooser.sampling.top_p
     if chooser.sampling.greedy or not 0 < top_p < 1:
         return float("inf")

@@ -1,13 +1,13 @@
 """Rehearsal of the shapes of rounds, so that their kernels are compiled in advance.
 
-A shape is a number of positions. If attention is planned for each number of keys
-(`models.lanes.rehearsal`), a shape also has a range of keys, such as 512 to 1,024. All
-shapes of the current range are rehearsed before the first round. From `AHEAD` tokens
-before the next range on, each round rehearses one shape of that range. Drafts are
-limited to rehearsed lengths, so no round and no measured cost includes a compilation.
+A shape is a number of positions. If cuDNN computes attention (`plans_by_keys`), a shape
+also has a range of keys, such as 513 to 1,024 (`whole_steps`). All shapes of the
+current range are rehearsed before the first round. From `AHEAD` tokens before the next
+range on, each round rehearses one shape of that range. Drafts are limited to rehearsed
+lengths, so no round and no measured cost includes a compilation.
 
-    key ranges of 512, 300 tokens held   1 2 3 4 6 8 12 16 24 positions, at once
-    490 held       1 position with 512 to 1,024 keys, a round, 2 positions, a round, ...
+    300 tokens, before the first round   1 to 512 keys: 1 2 3 4 6 8 12 16 24 positions
+    490 tokens, one in each round        513 to 1,024 keys: 1 position, 2 positions, ...
 """
 
 import functools

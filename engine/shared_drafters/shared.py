@@ -129,7 +129,7 @@ class SharedDrafter(ABC):
 
     @abstractmethod
     def take_back(self, request: Drafted) -> None:
-        """Drop the copy of a request's caches that `give_back` has made."""
+        """Drop the copy of caches that `_extract` gave to the drafter of a request."""
 
     @abstractmethod
     def _extract(self, index: int) -> None:

@@ -68,7 +68,7 @@ class SharedHead(SharedDrafter):
                 self._drop(evaluate=True)
 
     def take_back(self, request: Drafted) -> None:
-        """Drop the copy of a request's caches that `give_back` has made."""
+        """Drop the copy of caches that `_extract` gave to the drafter of a request."""
         if request in self._requests:
             _head(request).handed_over()
 
@@ -91,8 +91,8 @@ class SharedHead(SharedDrafter):
     def _most(self, limits: list[int]) -> list[int]:
         """Return the limits; 0 for requests that lack the state a draft begins with.
 
-        It is the state of the token before the newest one. It is missing if a restored
-        cache already held that token, or if there is only one token.
+        It is the target's state of the token before the newest one, which the target
+        has not computed if a restored cache held that token.
         """
         pairs = zip(limits, self._counts(), strict=True)
         return [limit if count > 0 else 0 for limit, count in pairs]

@@ -82,7 +82,7 @@ class SharedModel(SharedDrafter):
             self._take_in(requests, limits)
 
     def take_back(self, request: Drafted) -> None:
-        """Drop the copy of a request's caches that `give_back` has made."""
+        """Drop the copy of caches that `_extract` gave to the drafter of a request."""
         if request in self._requests:
             self._lanes[request].caches = []
 

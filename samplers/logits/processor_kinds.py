@@ -18,9 +18,8 @@ OF_MLX_LM = "mlx_lm.sample_utils"  # its closures have no state
 class ForkableProcessor(Protocol):
     """A logits processor with a state that can be restored.
 
-    It is called for rows of drafts too. After a round and before a draft, the state
-    after the call that chose the last emitted token is restored. A state can be
-    restored any number of times.
+    It is called for drafted tokens too. Then the state after the call for the last
+    emitted token is restored. A state can be restored any number of times.
     """
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:

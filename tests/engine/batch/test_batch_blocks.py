@@ -82,7 +82,7 @@ def test_a_round_of_eight_is_one_forward_of_the_drafter(
 
 
 def test_a_mask_of_one_text_for_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`compare` fails with such a mask: a shorter row sees the keys after its end."""
+    """A shorter text then sees keys after its end, and `compare` fails."""
     plain = attention._mask
 
     def of_one(size: int, rows: int, window: Any, causal: bool, start: Any) -> Any:

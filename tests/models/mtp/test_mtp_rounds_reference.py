@@ -15,8 +15,8 @@ from support.references.mtp.families import FAMILIES
 PROMPT = 6
 # Numbers of accepted and of drafted tokens, by round.
 ROUNDS = [(0, 3), (3, 3), (1, 2), (2, 3), (0, 1), (1, 3), (0, 1)]
-# The other families differ from these only in the computation of one position, see
-# test_mtp_reference.py.
+# The other families handle rounds like one of these; test_mtp_reference.py compares how
+# they compute a position.
 QUICK = (
     *("ernie", "glm4_moe", "deepseek_v32", "longcat_flash", "bailing_hybrid", "mimo"),
     *("mimo_v2_flash", "nemotron_h", "qwen3_5", "step3p5"),

@@ -130,8 +130,8 @@ class LayerKind:
 def attentions() -> list[Any]:
     """Return attentions with the compression ratios 4, 1, 0 (no compression) and 2.
 
-    The head sizes are no multiples of 16, for which mlx-lm would round compressed keys
-    and values to 4 bits, which is slow.
+    The head size is 24: with a multiple of 16, mlx-lm would round compressed keys and
+    values to 4 bits, which is slow.
     """
     args = deepseek_v41.ModelArgs(
         hidden_size=16,

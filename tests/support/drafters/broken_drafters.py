@@ -43,8 +43,7 @@ class Happened:
 def _said(draft: Proposal, limit: int, token: int) -> Proposal:
     """Lengthen a draft to the limit, with `token` as its last id.
 
-    While a plain step is in flight, a draft of one token is dropped: that token only
-    guesses the token of the step.
+    A draft of one token would be dropped while a plain step is in flight.
     """
     said = [*draft.tokens.tolist(), *[0] * limit][: limit - 1]  # type: ignore[misc]
     return replace(draft, tokens=mx.array([*said, token], mx.int32))
