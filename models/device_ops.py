@@ -17,7 +17,7 @@ from mlx_speculation.models.round_context import Device
 
 
 class Block(Protocol):
-    """The result of a scan over a block of consecutive positions, its rows."""
+    """The result of a scan over a block of rows, which are consecutive positions."""
 
     @property
     def y(self) -> mx.array:

@@ -44,7 +44,7 @@ def draft_length(
     prompts: opt.Prompts = 7,
     seed: opt.Seed = 0,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print each round of a replay too.")
+        bool, typer.Option("--explain", help="With --traces, print each round too.")
     ] = False,
     traces: Annotated[
         Path | None,
@@ -150,7 +150,8 @@ def say(title: str, decisions: "Iterable[tuple[Plan, Feedback]]") -> None:
     typer.echo(title)
     for number, (plan, outcome) in enumerate(decisions):
         came = f"{outcome.accepted:g} of {outcome.drafted}"
-        came += f" in {outcome.seconds * 1e3:.1f} ms{' behind a step' * outcome.behind}"
+        came += f" in {outcome.seconds * 1e3:.1f} ms"
+        came += ", begun during a plain step" * outcome.behind
         typer.echo(f"{number:5} {came}; {plan}")
 
 

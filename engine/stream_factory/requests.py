@@ -99,8 +99,8 @@ class RequestFactory:
     ) -> Warmup | None:
         """Return a warm-up of round shapes; None: the shapes need no rehearsal."""
         fixed = isinstance(lengths, FixedDraftLength | Calibration)
-        # A warm-up runs neither the forwards of ranks or of exact mode (`shape`), nor
-        # those over images or trees, for which `target.run` is not the model.
+        # A warm-up rehearses no forwards on ranks, in exact mode (`shape`), or over
+        # images or trees, which replace `target.run`.
         usual = self._setup.ranked is None and target.run is target.model
         if fixed or not usual or target.shape is not None or not cuda_serves():
             return None

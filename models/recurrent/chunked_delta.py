@@ -3,7 +3,7 @@
 mlx-lm 0.32.2 runs the recurrence token by token on devices without a kernel, so k + 1
 tokens take k + 1 times as long as one token. Let S be the state [Dv, Dk] of a head
 before the block, g_t the decays, b_t the betas, R_ti = g_(i+1) ... g_t for i <= t, and
-R_t = g_1 ... g_t:
+R_t = g_1 ... g_t. Without an index, R and b multiply row t by R_t and b_t:
 
     S_t = g_t S_(t-1) + u_t k_t^T      u_t = b_t (v_t - g_t S_(t-1) k_t)
 

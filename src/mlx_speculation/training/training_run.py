@@ -331,7 +331,7 @@ class Run:
         checkpoint, needed = choose_checkpoint(
             self.options, self.model, trainee, self._config, dtype.size
         )
-        again = ", each depth computed again" if checkpoint else ""
+        again = ", with gradient checkpointing" if checkpoint else ""
         self.reports.say(f"about {needed / 1e9:.1f} GB of memory{again}")
         target = TargetModel(self.model, trainee)
         depths = trainee.depths(self.options.unrolled)

@@ -103,10 +103,7 @@ def test_the_text_is_the_same(
 
 
 def test_a_round_that_is_planned_asks_for_no_length() -> None:
-    """`planned` is true before a round exactly if it asks the policy for no length.
-
-    On several ranks, rank 0 sends only "turn" for such a round, and a plan for others.
-    """
+    """Before such a round rank 0 sends "turn" to the other ranks, not a plan."""
     generator, run_round = drafted("random", "llama", False), StreamDecoder.next_round
     seen: set[bool] = set()
     for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:
@@ -171,7 +168,7 @@ def test_a_step_is_steady_only_between_two_others() -> None:
 def test_a_draft_behind_a_step_differs_from_others() -> None:
     """A round whose draft is empty is a plain step, which submits a further step.
 
-    The next draft of the lookup is behind that step.
+    The lookup's next draft begins while that step is in flight.
     """
     generator = drafted("lookup", "llama", False)
     planned = Planned([4])

@@ -104,8 +104,8 @@ def generated(
     return generator.generate(PROMPT, draft_length=length, **options)
 
 
-# After the tokens 5 and 6 only 7 is allowed. In the examples below 7 ends a text, but
-# no state is accepting, so no token is left.
+# After the tokens 5 and 6 only 7 is left. The examples below make 7 an end-of-text id,
+# which only an accepting state allows, so no token is left.
 DEAD_END = TokenAutomaton({0: {5: 1}, 1: {6: 2}, 2: {7: 2}}, accepting=())
 
 
@@ -320,7 +320,7 @@ def demo_tokenizer() -> Any:
 
 
 def walks(schema: Schema) -> Iterator[tuple[Any, Constrained, list[int]]]:
-    """Yield states along random choices, the constrained text, and the known tokens."""
+    """Choose random tokens; before each, yield the state, the text and the tokens."""
     tokenizer, draw = demo_tokenizer(), np.random.default_rng(0)
     constraint = json_schema(schema, tokenizer, compact=True)
     usable = np.ones(2048, np.bool_)

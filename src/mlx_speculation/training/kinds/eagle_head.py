@@ -81,7 +81,7 @@ class EagleTrainee(NewHead):
 def usual_layers(count: int) -> tuple[int, ...]:
     """Return the layers that SpecForge's heads read: an early, a middle, a late one.
 
-    With fewer than 6 layers, these are all.
+    A head reads all layers if the target has fewer than 6.
 
     Raises:
         UnsupportedModelError: the target has too few layers.

@@ -31,7 +31,7 @@ def sized(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 def patches(width: int, grid: str = "image_grid_thw", time: bool = True) -> Pixels:
     """Patches [all, width] of images of any size, and the grid of each image.
 
-    A grid is the numbers of rows and columns of patches, after a 1 with `time`.
+    A grid is [rows, columns] of patches, or [1, rows, columns] if `time`.
     """
 
     def made(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:

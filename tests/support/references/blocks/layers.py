@@ -28,7 +28,7 @@ def norm(weights: Weights, name: str, x: Array, body: Body) -> Array:
 def _head_norm(weights: Weights, name: str, x: Array, body: Body) -> Array:
     """Norm of queries or keys [rows, heads, hd], if the file has one.
 
-    A weight of hd numbers is per head; one of heads * hd is over the whole width.
+    A weight of hd numbers norms each head alone; one of heads * hd, all together.
     """
     weight = weights.get(f"{name}.weight")
     if weight is None:
@@ -163,7 +163,7 @@ def run_block(
     causal: tuple[bool, ...],
     around: Around = unchanged,
 ) -> Array:
-    """All layers over a block that reads context rows: [rows, H] before the last norm.
+    """Run all layers over a block, without the last norm; return [rows, H].
 
     In each layer, a = rms(x, input_layernorm) gives queries, keys and values of the
     block. The same context rows give keys and values in every layer, without that norm.

@@ -7,16 +7,16 @@ import numpy as np
 from support.references.blocks.primitives import Array, Weights
 
 
-def target_ids(weights: Weights, rows: int) -> Array:
-    """Ids of the target that `rows` logits stand for: `i + d2t[i]`, else i."""
+def target_ids(weights: Weights, count: int) -> Array:
+    """The target's ids of the draft's ids i < count: i + d2t[i], or i without d2t."""
     d2t = weights.get("d2t")
     if d2t is None:
-        return np.arange(rows)
-    return np.arange(rows) + d2t.astype(np.int64)
+        return np.arange(count)
+    return np.arange(count) + d2t.astype(np.int64)
 
 
 def to_target(logits: Array, ids: Array, vocabulary: int) -> Array:
-    """Logits [.., rows] of the draft scattered to [.., V], -inf elsewhere."""
+    """Logits [.., draft ids], moved to the target's `ids`: [.., V], -inf elsewhere."""
     full = np.full((*logits.shape[:-1], vocabulary), -np.inf)
     full[..., ids] = logits
     return full
