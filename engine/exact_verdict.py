@@ -27,7 +27,7 @@ class ExactVerdict:
     largest: float  # the largest difference of a logit
     context: int  # the longest context that was tried, in positions
     plain_seconds: float  # time of a step without exact mode
-    exact_seconds: float  # time of a step in exact mode, with a draft or without
+    exact_seconds: float  # time of a step in exact mode
 
     @property
     def same(self) -> bool:

@@ -40,7 +40,7 @@ class Sequence:
     prediction: SequenceOf[int] = ()  # an expected answer, which lookups search
 
     def rows(self, ahead: mx.array | None = None, count: int = 1) -> Rows:
-        """Return `count` rows; the last follows the known tokens and all of `ahead`."""
+        """Return the last `count` prefixes of known tokens and `ahead`; see `Rows`."""
         return Rows(self.tokens, ahead, count, self.start)
 
 

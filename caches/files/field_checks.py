@@ -10,12 +10,12 @@ cut off: for them, the result 0 only says that the conditions hold.
 | KV, quantized | 0 <= offset <= R |
 | concatenating | offset = R |
 | chunked | 0 <= start_position <= offset, offset - start_position <= R |
-| ring | not wrapped: _idx = offset <= R, and R <= max_size or offset = R |
+| ring | not wrapped: _idx = offset <= R; R <= max_size unless offset = R |
 | | ordered, rows evicted: _idx = R < offset, max_size <= R |
 | | wrapped: keep < _idx < R = max_size < offset |
-| batch of KV | offset = _idx - left_padding in every row, _idx <= R |
+| batch of KV | offset = _idx - left_padding for every text, _idx <= R |
 | batch of rings | as a ring, with _offset in place of offset; rotated only if full |
-| | left_padding + offset >= _idx (max_size if rotated) in every row |
+| | left_padding + offset >= _idx (max_size if rotated) for every text |
 | arrays | one batch size in all slots, lengths and left_padding |
 | DeepSeek V4.1 layer | window rows = min(offset, window_size); groups fit offset |
 """
@@ -53,7 +53,7 @@ def _rows(cache: Any) -> int:
 
 
 def _integers(array: Any) -> list[int]:
-    """Return the integers of an array [rows]; an empty list if the array is unfit."""
+    """Return the integers of an array [batch]; an empty list if the array is unfit."""
     fits = isinstance(array, mx.array) and array.ndim == 1 and array.dtype in INTEGERS
     values: list[int] = array.tolist() if fits else []
     return values if max(map(abs, values), default=0) <= MAX_COUNT else []
@@ -134,7 +134,7 @@ def arrays(cache: Any) -> int | None:
 
 
 def _of_batch(cache: Any) -> list[tuple[int, int]]:
-    """Return each row's offset and left padding; an empty list if fields do not fit."""
+    """Return each text's offset and left padding; an empty list if fields are unfit."""
     offsets, padding = _integers(cache.offset), _integers(cache.left_padding)
     if _rows(cache) == MISFIT:
         return []

@@ -100,7 +100,7 @@ class Draft(Protocol):
 
     @property
     def reduced_rows(self) -> nn.Module | None:
-        """The output rows that were copied for a reduced vocabulary, if any."""
+        """The output layer's copied rows for a reduced vocabulary; None: no copy."""
         return None
 
     def cost_key(self) -> str:

@@ -107,6 +107,6 @@ def adapted_draft(draft: Any, resolve: Callable[[Any], Draft]) -> Draft:
             f"Drafter's methods {', '.join(_METHODS)}. Add what is missing."
         )
     raise InvalidRequestError(
-        f"draft is a {name}, and an mlx-lm model, a Drafter, an MtpDraft, a path, "
-        "'mtp', 'auto', 'lookup' or None is needed."
+        f"draft is a {name}. Pass an mlx-lm model, a Drafter, an MtpDraft, a path, "
+        "'mtp', 'auto', 'lookup' or None."
     )

@@ -1,8 +1,9 @@
 """Rounds of a head for one text or many: writing to its caches, committing, undoing.
 
-Let a head with one layer hold positions 0 to m - 1 of n positions of committed text. A
-round writes positions m to n - 1, and one position for each drafted token after the
-first. A commit keeps positions m to n - 1, whichever tokens are accepted.
+A position is a pair of a token's state and the next token, so n + 1 committed tokens
+have n positions. If a head with one layer holds positions 0 to m - 1, a round writes
+positions m to n - 1, and one position for each drafted token after the first. A commit
+keeps positions m to n - 1, whichever tokens are accepted.
 
 In a chain each layer drafts one token, and has its own cache. At position p, layer k
 reads the state of layer k - 1 and the token at p + k + 1. So the last k positions of
@@ -107,8 +108,8 @@ class HeadRound:
     ) -> None:
         """Write positions, and draft after them; see `ParallelHead`.
 
-        With several texts, at most one position of each can be written, except in a
-        chain.
+        With several texts, `feed` must have written all positions but the last of each,
+        except in a chain.
         """
         if self._rows.chained:
             self._run(hidden, texts, stops, count, choose)

@@ -5,7 +5,7 @@ operation that makes a state. `RecurrentSlots` runs the operation and writes to 
 class, which this library can roll back. In a round it also records the states after
 fewer rows, for a commit of only the first rows:
 
-    update_window     a short convolution: the state after n rows is a view of its input
+    update_window     a short convolution: its input contains the state after each row
     update_recurrent  a scan: the operation returns the state after each row
 
 Nothing is recorded for a layer that assigns its states. A model with such a layer runs

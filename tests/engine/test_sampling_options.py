@@ -43,7 +43,7 @@ def model_of(seed: int) -> nn.Module:
 
 
 class Counting:
-    """Serial processor: penalizes by its number of calls, and records its inputs."""
+    """Serial processor that penalizes token n in call n, and records its inputs."""
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []

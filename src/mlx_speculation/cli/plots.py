@@ -75,7 +75,10 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
 
 
 def _accepted(arms: Sequence[Arm]) -> Sequence[float]:
-    """Return acceptance by position in the longest drafts; prefer a fixed length."""
+    """Return acceptance by position of the arm with the longest drafts.
+
+    Of several such arms, one with a fixed length is taken.
+    """
     counted = [
         (len(arm.totals.reached), arm.length is not None, arm.totals)
         for arm in arms

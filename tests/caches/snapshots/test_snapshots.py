@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), how=st.sampled_from(["part", "whole", "copy", "drop"]))
     def change(self, data: st.DataObject, how: str) -> None:
-        """Cut and join, copy, or drop a snapshot; "part" also adds the first part."""
+        """Cut and join, copy, or drop a snapshot; "part" also keeps the first part."""
         one = data.draw(st.sampled_from(self.taken))
         at = data.draw(st.integers(0, one.snapshot.stop))
         if how == "drop":
@@ -266,7 +266,7 @@ def test_a_snapshot_equals_a_twin_that_saw_only_its_tokens(name: str) -> None:
 
 
 def filled(rows: int = 1000) -> KVCache:
-    """Return a cache whose buffers, a megabyte each, have room for more rows."""
+    """Return a cache of `rows` rows, with room for more in its buffers."""
     cache, block = KVCache(), mx.ones((1, 4, rows, 64))
     mx.eval(cache.update_and_fetch(block, block))
     return cache

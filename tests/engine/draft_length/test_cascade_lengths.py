@@ -117,7 +117,7 @@ def test_a_drafters_own_forecast_stands_for_its_rates() -> None:
         drafter, _ = ruled(Asked(speaks=False), model, right)
         model.forecasts = forecast
         length = proposed(drafter, 8)
-        assert length == 3 if forecast[0] > 0.5 else length <= 2  # a trial
+        assert length == 3 if forecast[0] > 0.5 else length <= 2  # else a trial
 
 
 @pytest.mark.usefixtures("measured")

@@ -56,7 +56,7 @@ CASES = [
     *((dialect, "qwen3_5" if dialect == "authors" else "llama") for dialect in OTHERS),
     *((dialect, name) for dialect in PARALLEL for name in TARGETS),
 ]
-# Other tests compare the drafts of other pairs with references.
+# The other pairs are slow: other tests compare their drafts with references.
 QUICK = [
     *CASES[: len(TARGETS)],
     *(("authors", "qwen3_5"), ("whole", "llama"), ("several layers", "llama")),

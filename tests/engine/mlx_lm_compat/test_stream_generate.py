@@ -387,7 +387,7 @@ def test_caches_go_round_through_mlx_lms_files(
         save_prompt_cache(file, caches, {"turn": str(turn)})
         caches, metadata = load_prompt_cache(file, return_metadata=True)
         assert metadata == {"turn": str(turn)}
-        prompt = [text[8 * turn + 8]]  # continue as without the files
+        prompt = [text[8 * turn + 8]]  # the text's next token
     assert len(written) == len(expected) == 32
     if written == expected:
         bitwise = TINY_MODELS[name].bitwise

@@ -324,7 +324,7 @@ finally:
 
 
 @with_openblas
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a choice of BLAS")
+@pytest.mark.skipif(sys.platform != "linux", reason="BLAS is fixed on macOS")
 def test_with_openblas_in_front_a_verify_runs_in_chunks(reader: Reader) -> None:
     said = reader.snippets("chunks", [WITH_OPENBLAS], ROOT)
     layers = len(recurrent(make_prompt_cache(build_recurrent("qwen3_5"))))

@@ -1,7 +1,7 @@
 """Tiny Gemma 4 assistants for tiny targets, in memory and as files.
 
 The last layers of the target "shared" share keys and values. The full layers of
-"unshared" have larger heads, and use keys as values. Tensors have their real names.
+"unshared" have larger heads, and use keys as values.
 """
 
 import json
@@ -34,7 +34,7 @@ TARGETS: dict[str, TinyModel] = {
     "unshared": replace(_GEMMA4, args={**_GEMMA4.args, **_UNSHARED}),
     "gemma3": TINY_MODELS["gemma3_text"],
 }
-# Heads that are wide enough for quantized caches.
+# Attention heads that are wide enough for quantized caches.
 _WIDE = {"head_dim": 32, "global_head_dim": 32, "attention_k_eq_v": False}
 QUANTIZABLE = replace(_GEMMA4, args={**_GEMMA4.args, **_UNSHARED, **_WIDE})
 # The same with full attention alone, since caches of windows cannot be quantized.

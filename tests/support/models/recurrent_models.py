@@ -40,7 +40,7 @@ RECURRENT_MODELS: dict[str, TinyModel] = {
     if recurrent_caches(structure(tiny))
 }
 
-# Models whose mixers have no replay, and run again over the inputs of accepted tokens.
+# Models whose mixers run again over inputs of accepted tokens instead of replaying.
 RUN_AGAIN = ("jamba", "mamba", "rwkv7")
 
 

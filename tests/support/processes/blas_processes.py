@@ -16,7 +16,7 @@ from mlx_speculation.environment import installed
 from support.processes.programs import WITHOUT_TORCH
 
 # On macOS mlx always uses Accelerate.
-linux = pytest.mark.skipif(sys.platform != "linux", reason="needs a choice of BLAS")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="BLAS is fixed on macOS")
 # The extra 'cpu' installs both mlx's CPU backend and the wheel scipy-openblas32. So if
 # the backend is installed and the wheel is missing, tests fail.
 EXPECTED = wheel_version() is not None or installed("mlx-cpu") is not None

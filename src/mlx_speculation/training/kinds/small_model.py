@@ -66,7 +66,7 @@ class SmallModelTrainee(Trainee):
         return []
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
-        """Draft from all slots, each token after recorded ones; see `Trainee.run`.
+        """Draft from all slots, without reading drafted tokens; see `Trainee.run`.
 
         `text.checkpoint` is ignored.
         """
