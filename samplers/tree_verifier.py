@@ -112,7 +112,7 @@ def best_children(
 
     These are token ids, uint32 [rows, count], and the log-softmax of their scores,
     float32 [rows, count]. In sampling, the scores include the noise. The first id is
-    the choice of `Verifier.propose`. Of columns whose numbers are equal modulo `FEW`,
+    the choice of `Verifier.propose`. Of columns whose indices are equal modulo `FEW`,
     at most the best is returned.
     """
     chooser: Chooser = verifier.draft_chooser

@@ -237,7 +237,7 @@ class Verifier:
 def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
     """Spread logits [rows, n] of ids [n] or [rows, n] to [rows, width], others -inf."""
     everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
-    # Ids from `width` on go to a column that is cut off.
+    # Ids >= `width` go to a column that is cut off.
     places = mx.minimum(ids, width)
     if ids.ndim == 2:
         everywhere = mx.put_along_axis(everywhere, places, logits, axis=1)

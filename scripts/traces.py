@@ -18,8 +18,8 @@ A chat model ends its texts itself; other texts end after --tokens. Arrays named
     found     uint8 [texts, tokens], number of drafted tokens
     context   int32 [texts], number of tokens of the prompt
     tokens    int32 [texts], number of tokens after the prompt
-The array `NAME/costs` has the costs of rounds that draft `NAME/lengths` tokens, in
-plain steps: processor time, which does not depend on other processes.
+The array `NAME/costs` has the processor time of rounds that draft `NAME/lengths`
+tokens, divided by that of a plain step.
 """
 
 import argparse

@@ -64,14 +64,14 @@ class TreeView:
         seen = mx.broadcast_to(mx.array(True), (N, before))
         visible = rows.seen
         if window is not None:
-            # A window counts positions: that of row i is the position of the chain's
-            # column `before` + depths[i]. Only heads draft level by level, and heads
-            # with windows draft no trees.
+            # A window counts positions. Counted from column 0, the position of row i
+            # is `before` + depths[i]. The rows are a whole tree here: only heads write
+            # a tree level by level, and heads with windows draft none.
             reach = rows.depths[:, None] - window
             seen = mx.arange(before)[None] > before + reach
             visible = visible & (rows.depths[None] > reach)
         mask = mx.concatenate([seen, visible], axis=1)
-        # If keys are padded to whole steps, there are more columns than written rows.
+        # If the cache pads its keys, there are more columns than written rows.
         shown: int = written if native is None else native.shape[-1]
         return mx.pad(mask, [(0, 0), (0, shown - written)])
 

@@ -36,7 +36,7 @@ def _attends(method: Any) -> bool:
 def _attending(
     kind: type[nn.Module], method: FunctionType, room: DeviceOps
 ) -> type[nn.Module]:
-    """Return a class whose `__call__` calls the attention of a room during a round."""
+    """Return a class whose `__call__` uses `room.attend` in rounds on its device."""
     again = made_again(method, {_NAME: room.attend})
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

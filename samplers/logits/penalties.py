@@ -25,7 +25,7 @@ class Penalties:
     ) -> mx.array:
         """Return the logits [rows, vocab] with bias and penalties, in their dtype.
 
-        Ids from `vocab` on are ignored. `known` makes windows over a whole text cheap.
+        Ids >= `vocab` are ignored. `known` makes windows over a whole text cheap.
         """
         options = self._sampling
         if options.biases:

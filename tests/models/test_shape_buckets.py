@@ -121,7 +121,7 @@ def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
 
 @pytest.mark.parametrize("name", QUICK)
 def test_nothing_is_left_of_rows_that_have_gone(name: str) -> None:
-    """Once the size changes, no bit depends on which rows have left the batch."""
+    """Once the batch has fewer places, no bit depends on the rows that have left."""
     model = build_tiny(MODELS[name])
     hooks = ModelHooks(model)
     contents, logits = [], []

@@ -112,8 +112,8 @@ class TrainOptions:
     )
     anchors: int | None = option(
         None,
-        "For a drafter of blocks: number of blocks in a row, which begin at random "
-        "places, new ones in each pass. Default: 128.",
+        "For a drafter of blocks: number of blocks in each row of text. They begin at "
+        "random places, which change with each pass. Default: 128.",
         min=1,
     )
     draft_layers: int | None = option(
@@ -143,8 +143,8 @@ class TrainOptions:
     )
     checkpoint: bool = option(
         False,
-        "Save memory: compute each depth again for its gradients, even if the memory "
-        "would be enough without.",
+        "Always compute each depth again for its gradients, to save memory. Without "
+        "this option: only if memory is short.",
     )
     memory_gb: float | None = option(
         None,

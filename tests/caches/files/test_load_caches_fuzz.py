@@ -49,7 +49,7 @@ Live = tuple[list[Any], list[Any] | None]  # caches of target, drafter
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A valid file, and a function that makes live caches for it."""
+    """A valid file, and a function that makes `like` and `draft_like` for it."""
 
     raw: bytes
     live: Callable[[], Live]

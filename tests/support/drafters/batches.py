@@ -60,7 +60,7 @@ class Watched:
     """Records the shapes [rows, positions] of a model's forwards; one may fail.
 
     Forward number `fail_at`, counted from 1, fails. With `width`, only forwards of one
-    row with this many positions get numbers.
+    row with this many positions are counted.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
 
 
 def three_rounds_of_eight(batch: BatchGenerator, rows: list[int]) -> None:
-    """Run three rounds of eight requests; clear `rows`, the caller's list, before."""
+    """Start eight requests; then clear the caller's `rows`, and run three rounds."""
     for n in range(8):
         batch.insert(prompt_of(9 + n), max_tokens=40, stop_tokens=())
     while len(batch.running) < 8:

@@ -7,8 +7,9 @@ The table is census.json beside this file:
         caches      result of make_prompt_cache, such as "3 ArraysCache, 1 KVCache"
         layers      len(model.layers); null: the model has no such attribute
         window      the size of its rotating caches; null: it has none
-        bitwise     whether four rows in one forward equal four forwards of one row,
-                    bit for bit, past the window, on the Linux CPU wheel in float32
+        bitwise     whether the logits of four tokens in one forward equal those of
+                    four forwards of one token, bit for bit, past the window, on
+                    the Linux CPU wheel in float32
         unequal     the reason, if drafts cannot be verified
         args        further arguments of ModelArgs
         tiny        instead of args: name of a row of tiny_models.json, which
@@ -82,8 +83,7 @@ EACH_KIND = (
     *("plamo2", "prism_hadamard_qwen35", "recurrent_gemma", "rwkv7", "afm7"),
 )
 
-# Models with each kind of hooked layer: attention, windows, experts, mixed layers,
-# states, and inputs for each layer. Other tests compare these layers with mlx's.
+# A shorter list for quick tests: models with attention, windows, experts or states.
 FEW = ("deepseek_v2", "falcon_h1", "gemma3n", "gpt_oss", "phi3small", "plamo2", "rwkv7")
 
 

@@ -1,6 +1,6 @@
 """Families whose prompts mark an image otherwise than by four `IMAGE` ids.
 
-Vision towers that no config makes small are replaced, since only texts are compared.
+Vision towers that no config makes small are replaced by tiny ones.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def _one(size: tuple[int, int]) -> int:
 
 
 class _Quarters(nn.Module):
-    """Cuts an image into four rows [n, 4, width]."""
+    """Encodes each quarter of an image as one row, [n, 4, width]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

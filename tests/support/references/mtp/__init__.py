@@ -1,1 +1,1 @@
-"""MTP heads of each family in plain arrays."""
+"""References for the MTP heads of all families."""
