@@ -58,8 +58,8 @@ def quantize_weights(module: nn.Module, bits: int) -> int:
     if not count:
         raise InvalidRequestError(
             f"quantize_draft is {bits}, but the draft has 0 layers that can be "
-            f"quantized: they are quantized already, or no group of {GROUP_SIZES} "
-            "numbers divides their rows. Leave it out."
+            "quantized: they are quantized already, or their row length is no "
+            f"multiple of {min(GROUP_SIZES)}. Leave it out."
         )
     mx.eval(module.parameters())
     return count

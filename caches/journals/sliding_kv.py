@@ -6,8 +6,8 @@
 
 If the buffers lack room, a write makes new ones, and copies into them all rows of the
 open round and the whole window before the round. So any prefix can still be kept, and a
-rollback puts the old buffers back. The journal refers to the cache's array objects
-themselves, so that writes still change the buffers in place.
+rollback puts the old buffers back. The journal makes no second array that shares a
+buffer: with one, the next write would copy the whole buffer.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ class PresentedSliding(SlidingKVCache):
     def make_mask(
         self, n: int, window_size: int | None = None, return_array: bool = False
     ) -> Any:
-        """Return the mask; if a commit may drop rows, cut its window to `max_size`."""
+        """Return the mask; unless `whole`, its window is at most `max_size`."""
         if window_size is not None and not self._whole:
             window_size = min(window_size, self.max_size)
         if self._steps is not None:
@@ -67,7 +67,7 @@ class PresentedSliding(SlidingKVCache):
         return ends is not None and ends.get(self.max_size) == self.offset
 
     def _takes_steps(self, n: int) -> bool:
-        """Return whether the window is padded: no row has left it, and it has room."""
+        """Return whether cuDNN is used, the window is not full, and padding fits."""
         return (
             self.keys is not None
             and asks_cudnn(self.keys.dtype)

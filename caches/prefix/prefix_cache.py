@@ -31,7 +31,8 @@ from mlx_speculation.errors import InvalidRequestError
 class PrefixCache:
     """Rows and states of earlier requests, in at most `max_bytes` of memory.
 
-    After a change of the models' weights, call `clear`.
+    A role is a model or a head whose caches are kept; role 0 is the target. After a
+    change of the models' weights, call `clear`.
 
     Args:
         max_bytes: limit of the bytes of all kept arrays. None: a quarter of the memory
@@ -179,7 +180,7 @@ class PrefixCache:
             self._tree.add_point(points, point)
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return answers if `tokens` stop matching inside one; see `PrefixTree`."""
+        """Return stored answers if `tokens` end or differ in one; see `PrefixTree`."""
         with self._alone():
             if self._disk is not None:
                 self._disk.link()

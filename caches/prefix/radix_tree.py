@@ -136,7 +136,7 @@ class PrefixTree:
         return result, matched
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return the target's answers, if `tokens` stop matching inside one.
+        """Return stored answers of the target if `tokens` end or differ inside one.
 
         The results are the number of tokens before that answer, and all answers that
         begin there, the longest first. For each node inside an answer, the part up to

@@ -64,7 +64,7 @@ def _replaced(
 def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any]:
     """Return batch caches with copies of `rows`, the caches of each sequence.
 
-    `in_steps` is that of each `RaggedKVCache`.
+    Each `RaggedKVCache` of the result gets `in_steps`.
     """
     result = _merged([as_native(caches) for caches in rows])
     for leaf in flat(result):

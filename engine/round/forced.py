@@ -21,7 +21,7 @@ from mlx_speculation.engine.round.request import Running
 def forced_drafts(
     running: Running, step: Pending | None, limits: Sequence[int]
 ) -> dict[int, Proposal]:
-    """Return by place the drafts of requests for which tokens are forced.
+    """Return the drafts of requests with forced tokens, by the request's index.
 
     Only requests with a drafter get forced drafts. On several ranks there are none:
     rank 0 sends the other ranks only the proposals of its drafter.

@@ -59,7 +59,7 @@ def turn_of(
 
 
 def decide_sequentially(turns: dict[int, Turn], running: Running) -> dict[int, Read]:
-    """Return each request's outcome over all its rows, or its error, by place."""
+    """Return each request's outcome over all its rows, or its error, by its index."""
     result: dict[int, Read] = {}
     while len(result) < len(turns):
         arrays: list[mx.array] = []

@@ -109,7 +109,7 @@ def _decided(
     """Decide on the rows [requests, n, vocab] of the requests that are not sequential.
 
     Rows of a sequential request (`running.sequential`) are decided one after another:
-    for each, by place, return an iterator over decisions.
+    for each, by its index, return an iterator over decisions.
 
     `before` are tokens of a step that come before the drafts, uint32 [requests, 1];
     `matrix` the tokens of the drafts, [requests, n - 1].

@@ -14,7 +14,7 @@ from mlx_speculation.engine.prompt import Sequence as Tokens
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Ask, Rows, Verifier, peaks, propose_all
 
-Failed = dict[int, Exception]  # errors of requests' own logits processors, by place
+Failed = dict[int, Exception]  # errors of requests' own logits processors, by index
 
 
 class Drafted(Protocol):

@@ -5,11 +5,11 @@ while the graph of the forward is built. If the forward is submitted after every
 layers, the first layers run meanwhile. Each submission costs time, so the best number
 of layers is measured (`mlx-speculation calibrate`).
 
-On a CPU `mx.async_eval` blocks while about a hundred operations wait, so little is
-built while a whole forward runs. Plain steps are submitted layer by layer instead
-(`plain_step`): the first layers run while the others are built. Rounds with drafts
-gained nothing from this with two cores (docs/log/rounds.md). Results are the same for
-any number of layers.
+On a CPU `mx.async_eval` returns when at most about a hundred operations are left to
+run: of a whole forward, most have run by then. So plain steps are submitted layer by
+layer (`plain_step`): the first layers run while the others are built. Rounds with
+drafts gained nothing from this with two cores (docs/log/rounds.md). Results are the
+same for any number of layers.
 """
 
 import functools
@@ -23,7 +23,7 @@ from mlx_speculation.models.instance_hooks import Hook, derived
 from mlx_speculation.models.observer import first_array
 from mlx_speculation.models.round_context import cuda_serves, on_cpu, parts_of_forward
 
-_RANK = 2  # outside of all other hooks, whose result is submitted
+_RANK = 2  # outermost, so it submits the result of all other hooks
 PART_SIZES = (0, 2, 4, 8, 16)  # layers that a round can submit at once; 0: all
 
 

@@ -12,9 +12,8 @@ rejection. If k is 1, if the draft was chosen without noise, or at temperature 0
 rules give the same result, and rejection costs less. Sun et al., "Block Verification
 Accelerates Speculative Decoding", ICLR 2025, algorithm 2.
 
-In block verification the number of accepted tokens depends on the coins and drafted
-tokens of every position, rejected ones included. So its draws must be keyed by round as
-well as by position (`samplers.noise.round_keys`).
+The draws of both rules are keyed by round and position, for the reason that
+`samplers.noise.round_keys` states.
 """
 
 import mlx.core as mx

@@ -60,7 +60,7 @@ def served_by(
     [
         "from mlx_speculation import Sampling",
         "import mlx_speculation; import mlx.core; mlx_speculation.Sampling",
-        *(  # of these, the last two import transformers, which takes seconds
+        *(
             pytest.param(program, marks=pytest.mark.slow)
             for program in (
                 "import mlx_speculation; mlx_speculation.Sampling",

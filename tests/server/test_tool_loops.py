@@ -103,7 +103,7 @@ def test_a_session_reads_little_again(
     turns = list(api(server, count))
     again, seen = 0, turns[0][0]
     for prompt, cached, generated in turns[1:]:
-        new = prompt - seen  # the model has generated a part of these tokens
+        new = prompt - seen  # a part of these may be cached already, hence `max`
         again += max(0, prompt - cached - new)
         seen = prompt
         assert generated > 0

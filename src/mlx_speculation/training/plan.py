@@ -6,7 +6,7 @@ fit into their shares.
 
     phase       share        what has to fit into the share
     dialogues   DATA         the held-out dialogues and one batch to learn from
-    steps       STEPS        LEAST_STEPS steps, or one step of the smallest size
+    steps       STEPS        LEAST_STEPS steps; of the smallest size, one is enough
     evaluation  EVALUATION   one evaluation
 """
 

@@ -192,7 +192,7 @@ def let_draft(batch: BatchGenerator, length: int) -> None:
 
 
 def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
-    """Read in one forward, missed tokens would nearly always have a new width."""
+    """One forward over all missed tokens would nearly always have a new width."""
     made = bench("llama")
     widths, contents = {}, []
     for sizes in (True, False):

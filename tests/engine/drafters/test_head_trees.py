@@ -35,7 +35,7 @@ CASES = [
     *((name, "specforge") for name in TARGETS),
     *(("llama", dialect) for dialect in HEADS if dialect != "specforge"),
 ]
-# Other heads are slow here, since a test below compares the levels of all with chains.
+# Few heads are enough: a test below compares the tree levels of every head with chains.
 QUICK = [*CASES[: len(TARGETS)], ("llama", "whole")]
 TARGETED = DraftedTargets(TOKENS, {"llama": 4})
 
@@ -91,7 +91,7 @@ class TreeOracle(OracleMtp):
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Any, layer: int = 0
     ) -> HeadOutput:
-        """Run slots, or the nodes of a level at one position."""
+        """Run slots, or the nodes of a tree level, which all have the same slot."""
         (view,) = caches
         if not isinstance(view, TreeView):
             return super().rows(hidden, tokens, caches, layer)

@@ -102,7 +102,7 @@ def test_any_plan_of_drafts_gives_the_text_and_the_caches(
 
 
 def test_what_is_drafted_behind_a_step() -> None:
-    """`limit` includes a guess of the step's token, and `settle` a right guess."""
+    """`limit` counts the guess of the step's token; `settle` does if it is right."""
     model, text = known("llama")
     first = len(PROMPT)
     # Two plain steps. Then, behind the third, a draft of five tokens: a guess of the

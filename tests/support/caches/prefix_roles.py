@@ -88,11 +88,12 @@ def snapshots(prefixes: PrefixCache) -> list[Snapshot]:
 def request(
     prefixes: PrefixCache, tokens: list[int], roles: dict[int, tuple[Kind, int]]
 ) -> dict[int, tuple[int, list[int]]]:
-    """Play a request; return by role a count of reused tokens, and restore points.
+    """Play a request, and return two results for each role.
 
-    `roles` has the kind of each role, and how many last tokens its caches lack. All
-    tokens but the last are looked up. Restore points for which the prefix cache
-    has no memory are dropped.
+    They are how many tokens were reused, and after how many tokens the role can be
+    resumed later. `roles` has the kind of each role, and how many last tokens its
+    caches lack. All tokens but the last are looked up. Restore points for which the
+    prefix cache has no memory are dropped.
     """
     left: list[Left] = []
     running: list[Any] = []

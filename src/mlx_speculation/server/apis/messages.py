@@ -60,7 +60,7 @@ class CountBody(TextOptions):
     output_config: FormatConfig = FormatConfig()
 
     def request(self, settings: Settings) -> GenerationRequest:
-        """Check the fields, and return the request in the form of all APIs."""
+        """Check the fields, and return the request."""
         toolbox, choice = Toolbox(self.tools), self.tool_choice
         tools, calls = toolbox.chosen(choice)
         conversation = Conversation(settings, "\n", toolbox.deferred)

@@ -125,7 +125,7 @@ class CompletionBody(OpenAIBody):
     prompt: str | list[int] | list[str] | list[list[int]]
 
     def request(self, settings: Settings) -> GenerationRequest:
-        """Check the fields, and return the request in the form of all APIs."""
+        """Check the fields, and return the request."""
         prompts: Any = self.prompt
         if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
             prompts = [prompts]

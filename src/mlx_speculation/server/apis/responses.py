@@ -151,7 +151,7 @@ class ResponsesBody(TextOptions):
             raise invalid("background is not offered here. Leave it out.", "background")
 
     def request(self, settings: Settings) -> GenerationRequest:
-        """Check the fields, and return the request in the form of all APIs."""
+        """Check the fields, and return the request."""
         tools, calls = Toolbox(self.tools).chosen(self.tool_choice)
         conversation, thoughts = Conversation(settings, "\n"), list[ThinkingBlock]()
         conversation.add("system", self.instructions, "instructions")

@@ -1,7 +1,7 @@
-"""The program of the template process, which forks a child for each schema.
+"""The template process: it reads the tokenizer, and forks a child for each schema.
 
 Its standard input is a connection to the server, which sends settings and the tokenizer
-as JSON. The template answers "ready" or an error text. Then each message is a command:
+as JSON. The process answers "ready" or an error text. Then each message is a command:
 
     fork    fork a child. The descriptor of the child's connection follows; the answer
             is the child's process id
@@ -55,7 +55,7 @@ def _serve_schema(channel: Connection, tokens: Any, limits: dict[str, float]) ->
         answer = _mask(matcher)
     signal.setitimer(signal.ITIMER_REAL, 0)
     channel.send_bytes(answer)
-    spare = limits["mask_seconds"]  # in addition to `step_seconds` of each step
+    spare = limits["mask_seconds"]  # for all steps together, beyond `step_seconds` each
     while True:
         back, *added = json.loads(channel.recv_bytes())
         signal.setitimer(signal.ITIMER_REAL, limits["step_seconds"] + spare)
