@@ -1,7 +1,7 @@
 """Samplers: turn logits into tokens, and decide which drafted tokens are accepted.
 
     acceptance      the terms (drafted, accepted, correction, bonus) and result types
-    verifier        chooses drafted tokens, and accepts them by the target's logits
+    verifier        chooses tokens for drafter and target, and counts accepted ones
     decide          does the verifier's work for all requests of a round
     tree_verifier   does the verifier's work for a draft that is a tree
     sampling        the options of a request

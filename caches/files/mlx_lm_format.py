@@ -8,8 +8,8 @@
            1.KEY the user's value of KEY, 2.I class names
 
 If the window of a `LayerCache` is not full, `state` does not show the window's size.
-The size then comes from the `window_sizes` that `extension` has added to the metadata,
-or from live caches.
+The size then comes from `window_sizes` in the metadata, which `caches.files.extension`
+writes, or from live caches.
 In the 0.31 layout, missing offsets are computed from the keys, a `ChunkedKVCache` that
 has dropped rows is refused, and an `ArraysCache` is loaded without lengths and
 left_padding.
@@ -113,7 +113,7 @@ def read_native(
     infos = _tree(_part(texts, "0"))
     need(
         isinstance(infos, list) and len(infos) == len(names),
-        f"it has {len(names)} caches, but not one meta_state for each",
+        f"it has {len(names)} caches, but no list of {len(names)} meta_states",
     )
     return [_cache31(name, states[i], infos[i], f"{i}") for i, name in enumerate(names)]
 

@@ -154,8 +154,8 @@ class RankSession:
         """Record the end of the stream, and tell the other ranks of an `error`.
 
         Raises:
-            RankLostError: `error` was caused by unusable rows, which rank 0 sends if
-                it fails to verify. RankLostError names the error of rank 0.
+            RankLostError: a lower rank has failed too, with an error of another type,
+                which may have caused `error`.
         """
         running, self._ended = self.running, True
         if not running or error is None:
@@ -194,9 +194,10 @@ class RankSession:
         return rows
 
     def _raise_left(self, texts: Sequence[str], message: str) -> None:
-        """Raise RankLostError with the first of `texts`, the errors of all ranks.
+        """Raise RankLostError with the error of the first rank that has one.
 
-        Return if `message`, the text of this rank's own error, names the same type.
+        `texts` are the errors of all ranks, "" for none. If that first error has the
+        type of `message`, this rank's own error, nothing is raised.
         """
         rank = next(rank for rank, text in enumerate(texts) if text)
         if texts[rank].partition(":")[0] == message.partition(":")[0]:
@@ -223,7 +224,7 @@ def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _named(value: Any) -> Any:
-    """Return a value of a JSON type, equal on all ranks, for one of another type."""
+    """Return what JSON has in place of `value`; it is the same on all ranks."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "__qualname__", type(value).__qualname__)

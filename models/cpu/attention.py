@@ -3,8 +3,8 @@
 On such a CPU, mlx's own attention spends most of its time outside of the matrix
 products. Here:
 
-- The softmax is vectorized, see `exponentials`. Its division by the sum comes last,
-  after the product with the values, where a row has fewer numbers.
+- The softmax is vectorized, see `exponentials`. Its division by the sum comes after the
+  product with the values, on `value dim` numbers a row instead of n.
 - Query heads that share keys are computed in one product.
 - Many rows are computed in blocks, whose results stay in the processor's caches. With a
   causal mask a block omits keys that none of its rows see.

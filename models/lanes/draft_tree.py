@@ -44,7 +44,7 @@ _ROPES = (
     rope_utils.SuScaledRoPE,
     rope_utils.YarnRoPE,
 )
-_RANK = 2  # above the ranks of hooks for one device, which this hook wraps
+_RANK = 2  # outside of all other hooks
 
 # Models that scale attention by position, but only beyond the positions of the check.
 _SCALED = frozenset(
@@ -55,9 +55,9 @@ _SCALED = frozenset(
 # rows have small depths, so their positions are much smaller than their indices.
 _PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
 # The bound on differences of rows, in standard deviations of their logits: `_TIMES`
-# times the difference between one chain fed in two ways, but at least `_LEAST_HALF` in
-# half precision and `_LEAST` in float32, and at most `_MOST`. A row at a wrong position
-# differs by 3. A correct model of 30 layers in bfloat16 on an H100 differs by 0.24.
+# times the difference that rounding makes, but at least `_LEAST_HALF` in half precision
+# and `_LEAST` in float32, and at most `_MOST`. A row at a wrong position differs by 3.
+# A correct model of 30 layers in bfloat16 on an H100 differs by 0.24.
 _TIMES, _LEAST_HALF, _LEAST, _MOST = 16, 0.5, 2e-3, 0.5
 
 

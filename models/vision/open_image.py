@@ -97,8 +97,8 @@ def _bytes_of(source: Any, name: str, limits: ImageLimits) -> bytes:
         )
     if not isinstance(source, str | Path):
         raise InvalidRequestError(
-            f"An image is a {type(source).__name__}, and a path, bytes, a data URL or "
-            "a picture of Pillow is needed."
+            f"An image is a {type(source).__name__}, but has to be a path, bytes, a "
+            "data URL or a picture of Pillow."
         )
     path = Path(source).expanduser()
     try:

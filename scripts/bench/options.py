@@ -29,14 +29,15 @@ Targets = Annotated[
 ]
 Target = Annotated[str, typer.Option(help="dense, sliding, hybrid, or a folder.")]
 DraftModel = Annotated[
-    str, typer.Option(help='Folder of the draft "model"; by default the bundled one.')
+    str, typer.Option(help="Folder of the draft model; by default the bundled one.")
 ]
 Drafts = Annotated[
     list[str] | None,
     typer.Option(
         "--draft",
-        help="model, compiled, lookup, mtp, wrong, a bundled head, a folder, or "
-        'several as a cascade: "lookup+model".',
+        help="model, compiled (the model, compiled), wrong (its least probable "
+        "tokens), lookup, mtp, a bundled head, a folder, or several as a cascade: "
+        '"lookup+model".',
     ),
 ]
 Lengths = Annotated[

@@ -119,8 +119,8 @@ def test_origins_are_what_the_statistics_count(
         if origin.place == 0:
             start = position
         if origin.place is not None:
-            # A draft behind a plain step begins with a guess of the step's token, one
-            # position before the first accepted token.
+            # A draft made during a plain step begins with a guess of that step's
+            # token, at the position start - 1.
             round_start = next(at for at in (start, start - 1) if at in drafter.drafts)
             assert drafter.drafts[round_start][position - round_start] == token
         position += 1

@@ -144,7 +144,7 @@ class Worker:
         """Ask the thread to end, and return whether it has ended.
 
         mlx frees data after a Python thread has ended, and a process that exits
-        meanwhile aborts. So on Linux this method waits for the system's thread.
+        meanwhile aborts. So on Linux this method waits until /proc has no such thread.
         """
         self.schemas.close()  # the thread may be waiting for a mask
         self._stop = True
@@ -180,7 +180,7 @@ class Worker:
     def _admit(self) -> None:
         """Insert the next request; wait for one if no request runs.
 
-        Running requests wait for one insertion before each round, not for several.
+        Only one is inserted before each round, since insertions delay running requests.
         """
         wait = 0.0 if any(map(len, self._rows.values())) else IDLE_SECONDS
         while True:

@@ -39,7 +39,7 @@ def make(length: int | None) -> Any:
 
 
 class Streams:
-    """Orders of events in several streams; that of prompt ONE is read to its end."""
+    """Orders of events in several streams; each method returns one stream's tokens."""
 
     def __init__(
         self, made: SpeculativeGenerator, sampling: Sampling, *, mixed: bool

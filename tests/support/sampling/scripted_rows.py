@@ -57,7 +57,7 @@ class Forkable(Recorder):
 
 @pure
 def alternating(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Raise in place the logit of one id, which depends on last token and length."""
+    """Increase one logit in place; the last token and the length pick its id."""
     logits[:, (tokens[-1:] + len(tokens)) % VOCAB] += 2.0
     return logits
 

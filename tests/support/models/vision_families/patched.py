@@ -1,4 +1,4 @@
-"""Families that cut images of any size into patches, with ordinary positions."""
+"""Families that cut images of any size into patches."""
 
 import mlx.core as mx
 
