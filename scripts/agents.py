@@ -75,7 +75,7 @@ def figures(tally: Tally, cost: float) -> dict[str, float]:
 
 
 def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
-    """Return the figures of our lookup at each cost; its rule gets that cost."""
+    """Return the figures of our lookup and draft length rule at each cost."""
     return {
         name: figures(run(Ours(cost, history), sessions), cost)
         for name, cost in COSTS.items()

@@ -53,8 +53,8 @@ def options_of_rows(
     """Return the options of each row; refuse a wrong number of entries in `each`."""
     if each and len(each) != count:
         raise InvalidRequestError(
-            f"each= has {len(each)} entries, but there are {count} prompts. Pass "
-            "options that hold for all prompts as separate keywords."
+            f"each= has {len(each)} entries, but there are {count} prompts. Pass one "
+            "entry for each prompt, and options for all prompts outside of each=."
         )
     rows: list[StreamKeywords] = [{**options} for _ in range(count)]
     shared = options.get("sampling")

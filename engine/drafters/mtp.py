@@ -236,7 +236,7 @@ class MtpDrafter(OpenDrafter):
         self._cache.resume(snapshot)
 
     def begin(self, sequence: Sequence) -> None:
-        """Read the target's states at the positions of the prompt."""
+        """Feed the prompt's states to the head if they are many; see `_catch_up`."""
         self._catch_up()
 
     def hand_over(self) -> HeadCache:
@@ -360,7 +360,7 @@ class MtpDrafter(OpenDrafter):
         hidden = committed.between(self._cache.end, stop)
         try:
             self._cache.feed(hidden, stop, self._tokens)
-        except Exception:  # not Ctrl-C: after it the states can be fed again
+        except Exception:  # Ctrl-C is not caught: the states can be fed again
             self._cache = self._new_cache(committed.stop)
             raise
         committed.drop(stop - spare)

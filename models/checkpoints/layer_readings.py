@@ -132,7 +132,7 @@ def read_layers(
     name: str,  # of the draft, for messages
     *,
     trunk: int,  # how many layers the target has
-    features: Sequence[int],  # how many layers `fc` can read; empty: unknown
+    features: Sequence[int],  # possible counts of layers `fc` reads; empty: unknown
     # Called with (trunk, number of layers); returns lists, the usual one first
     usual: Callable[[int, int], Iterable[Sequence[int]]],
     usual_count: int = 0,  # the usual number of layers, if `features` allows it

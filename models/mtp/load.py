@@ -50,10 +50,10 @@ class FoundHead:
     def norms(self) -> Norms | None:
         """Form in which its norms are stored; None: unknown.
 
-        An original checkpoint of a `plus_one` family has the form "plus_one".
-        Convolutions [channels, 1, kernel] (Qwen) or names that conversions change
-        (Step) show that a checkpoint is original. In other files only a flag tells the
-        form.
+        It is "stored" for families without `plus_one`, and in a head's own folder that
+        mlx wrote. Elsewhere it is "plus_one" if a flag says so, or if the checkpoint is
+        original. Convolutions [channels, 1, kernel] (Qwen) or names that conversions
+        change (Step) show that.
         """
         converted = self.split is not None and _of_mlx(self.split)
         if converted or not self.family.plus_one:

@@ -8,8 +8,8 @@ each other. The state after a prefix is made in one of three ways:
     mixer not listed,    it is not hooked, and after a partial acceptance the model runs
     or source changed    again: correct, but it takes one forward
     notes complete       the state follows from the notes; projections do not run
-    otherwise            the mixer runs again over its recorded inputs; this is counted.
-                         If it cannot (see `Recipe.runs_again`), the model runs again
+    otherwise            the mixer runs again over its recorded inputs. If it cannot
+                         (see `Recipe.runs_again`), the model runs again
 """
 
 import functools

@@ -205,7 +205,7 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     [("dspark", 1), pytest.param("dflash", 3, marks=pytest.mark.slow)],
 )
 def test_gradients_are_the_slopes_of_the_loss(kind: Any, count: int) -> None:
-    """A slope is a finite difference along the gradient of one parameter."""
+    """A slope is a finite difference in the direction of a parameter's gradient."""
     made = drafter(kind, draft_layers=count)
     module: Any = made.module
     module.update(tree_map(lambda w: w / 3, module.parameters()))
@@ -214,19 +214,19 @@ def test_gradients_are_the_slopes_of_the_loss(kind: Any, count: int) -> None:
     weights: Any = dict(tree_flatten(module.trainable_parameters()))
     flat: Any = dict(tree_flatten(gradients))
     assert flat.keys() == weights.keys()
-    for name, slope in flat.items():
-        size = float(mx.linalg.norm(slope))
+    for name, gradient in flat.items():
+        size = float(mx.linalg.norm(gradient))
         assert size > 0, name
-        direction = slope / size
+        direction = gradient / size
         reach = 0.02 * float(mx.linalg.norm(weights[name])) / (1 + size)
 
         def moved(by: float, name: str = name, to: mx.array = direction) -> float:
             module.load_weights([(name, weights[name] + by * to)], strict=False)
             return float(step.gradients(batch)[0])
 
-        measured = (moved(reach) - moved(-reach)) / (2 * reach)
+        slope = (moved(reach) - moved(-reach)) / (2 * reach)
         module.load_weights([(name, weights[name])], strict=False)
-        assert measured == pytest.approx(size, rel=0.03, abs=2e-3), name
+        assert slope == pytest.approx(size, rel=0.03, abs=2e-3), name
 
 
 def test_gradients_of_the_markov_table_add_up_in_float32() -> None:

@@ -65,7 +65,7 @@ class JsonRoute(APIRoute):
 
 
 class Api:
-    """The routes and their state; the models of `worker` are loaded."""
+    """The routes and their state, for a `worker` that has loaded its models."""
 
     def __init__(self, worker: Worker, settings: Settings, metrics: Metrics) -> None:
         self._worker, self._settings, self._metrics = worker, settings, metrics

@@ -193,7 +193,7 @@ def test_what_a_failed_drafter_did_is_undone(how: str) -> None:
 
 
 def build_of_llama(kind: str) -> nn.Module | None:
-    """Return the target if forwards of any width write the same rows, bit for bit."""
+    """Return the target if it is the llama: its rows are the same in any forward."""
     return None if kind == "mtp" else target_of(kind)
 
 

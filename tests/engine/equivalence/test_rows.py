@@ -31,7 +31,7 @@ def both_ways(model: nn.Module, **options: Any) -> list[Any]:
     return list(verify_both_ways(model, PROMPT, text, **given))
 
 
-# Models with each kind of layer, and one with other kernels for several rows.
+# Full attention, sliding windows, experts, and three kinds of recurrent states.
 QUICK = ["llama", "llama(sliding)", "gpt_oss", "qwen3_5", "mamba", "rwkv7"]
 
 

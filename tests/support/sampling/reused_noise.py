@@ -20,8 +20,8 @@ from support.sampling.enumeration import (
 def enumerate_two_rounds(rule: Rule, tables: Tables) -> Array:
     """Return the joint distribution of four tokens, [pairs, vocab**4].
 
-    The tables have k = 3: the first round drafts at the first two positions, the second
-    at the last two.
+    The tables have three draft distributions. The first round uses the first two, the
+    second round the last two.
     """
     first = Tables(tables.target[:3], tables.draft[:2])
     acceptance, distributions = ask(rule, first)
