@@ -200,7 +200,7 @@ def _exact_buffers() -> Iterator[None]:
 
 @pytest.fixture(name="on_the_cpu", scope="module")
 def _on_the_cpu() -> Iterator[None]:
-    """Compute on the CPU, for tests of stock operations on machines with CUDA.
+    """Compute on the CPU, on machines with CUDA too.
 
     CUDA rounds float32 products more coarsely, and models/cuda replaces operations that
     models/cpu keeps.

@@ -95,7 +95,8 @@ class Running:
             raise error
         if isinstance(error, Exception):
             return error
-        self.interrupt = error  # not of a signal: signals wait for the round's end
+        # Signals wait for the round's end, so other code has raised this error.
+        self.interrupt = error
         return SpeculationError(
             f"{type(error).__name__} was raised while this row took the tokens of a "
             "round, by other code than a signal's handler. The row ends with what it "

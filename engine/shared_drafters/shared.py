@@ -37,7 +37,7 @@ class Drafted(Protocol):
 
     @property
     def open_drafter(self) -> OpenDrafter:
-        """The request's drafter; `OpenDrafter.shared` has one class in all requests."""
+        """The request's drafter; its `shared` has the same class in every request."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class SharedDrafter(ABC):
     """
 
     def __init__(self) -> None:
-        self._requests: list[Drafted] = []  # in the order of the caches' rows
+        self._requests: list[Drafted] = []  # in their order in the caches
         self._places: list[int] = []  # their places in the round
         self._round: Any = None
         self._chain: SharedChain | None = None

@@ -11,8 +11,8 @@ reads 16 adjacent bytes of k and uses them as two fragments.
 The warps of a block divide k among themselves, and add their sums in shared memory. The
 result of a row does not depend on the other rows.
 
-One kernel can multiply the weights of several layers with the same x. So there is less
-to build and submit, and weights with few outputs leave no multiprocessor idle.
+One kernel can multiply the same x with several weights. So there is less to build and
+submit, and weights with few outputs leave no multiprocessor idle.
 
 Weights q of 4 bits become half floats by setting bits: 0x4300 | q is 128 + q in
 bfloat16, 0x6400 | q is 1024 + q in float16. Let s and b be the scale and the bias of a

@@ -13,8 +13,7 @@ These are most of the weights that a decode step reads. But the states follow fr
     the last token ids           the ids                            a copy of n ids
 
 Everything here is lazy, and reads no weights except the decay and the bias of a scan.
-If notes are incomplete, for example because the source code of a scan is unknown, the
-mixer runs again over its inputs.
+If notes are incomplete, the mixer runs again over its inputs.
 """
 
 import functools

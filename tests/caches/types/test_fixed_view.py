@@ -63,7 +63,7 @@ def test_each_row_sees_the_kept_rows_before_it(
             assert mask.shape == (SHAPE.rows, stop - first)
             assert np.array(mask).any(axis=1).all()
             live: Any = cache.keys
-            assert live.shape[2] == stop - first  # strides depend on this length
+            assert live.shape[2] == stop - first  # the buffer is as long as the view
             for row, seen in enumerate(seen_by(keys, mask)[:count]):
                 expected = [*kept, *serials[: row + 1]]
                 assert seen == expected[-window:] if window else expected

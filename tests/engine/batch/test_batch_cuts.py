@@ -117,7 +117,7 @@ def test_a_request_leaves_what_its_stream_leaves(name: str, kind: str) -> None:
     made, cut = bench(name), 0
     # Rounds of lookups can begin at any token.
     for stop in (*(STOPS[:2] if kind == "model" else (5, 7, 8)), None):
-        # With several requests, one lookup could find nothing while others draft.
+        # The lookups' corpus has texts of the first prompt only.
         prompts = PROMPTS[:1] if kind == "lookup" else PROMPTS
         places = [stop, None, None if stop is None else 16 - stop]
         requests = [

@@ -17,7 +17,7 @@ class VisionFiles:
     """The files of a processor."""
 
     marker: str  # stands for an image in a text
-    # Tokens with ids from 256 on; the third stands for one slot (see `engine_ids`)
+    # Tokens with ids from 256 on; the third is in the slots of an image
     names: tuple[str, ...] = NAMES
     image_processor: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Contents of messages as pydantic models: the parts and blocks of all APIs.
 
-Blocks of a provider's own servers become empty texts, so that other blocks keep their
-index.
+Blocks that this server cannot use, such as `server_tool_use`, become empty texts, so
+that other blocks keep their index.
 """
 
 import json
@@ -132,7 +132,7 @@ class Called(Named):
             values["arguments"] = {"input": str(values["input"])}
 
     def block(self, id: str) -> "UseBlock":
-        """Return the call as a block, with the name of the chat template."""
+        """Return the call as a block, with the tool's name in the chat template."""
         return UseBlock(id=id, name=self.flat, input=self.arguments)
 
 
