@@ -86,7 +86,7 @@ def context_length(model: nn.Module) -> int | None:
 
 
 def _holds_keys(model: nn.Module) -> bool:
-    """Return whether a layer of the model keeps keys of all tokens, or of a window."""
+    """Return whether any layer of the model keeps keys."""
     caches = [leaf for _, leaf in leaves(make_prompt_cache(model))]
     return any(hasattr(leaf, "offset") for leaf in caches)
 

@@ -36,8 +36,8 @@ class Chooser:
         sampling: Sampling,  # the request's options, with a seed
         width: int,  # the number of token ids, and of values in every draw of noise
         *,
-        # Ids >= `limit` are never chosen: the target has no logits for them.
-        # Further columns of logits are cut off; there may be fewer. None: `width`
+        # Ids from `limit` on are never chosen: the target has no logits for them.
+        # None: `width`
         limit: int | None = None,
         # Ids below `limit` that do not exist, int32 [n], or None
         missing: mx.array | None = None,

@@ -246,8 +246,8 @@ def check_tokens(caches: Sequence[Any], counts: list[int], whose: str) -> None:
             continue
         need(
             len(stored) == len(counts),
-            f"the {whose} caches hold {len(stored)} requests, but there are tokens of "
-            f"{len(counts)}",
+            f"the {whose} caches hold {len(stored)} requests, but the tokens are of "
+            f"{len(counts)} requests",
         )
         row = next(i for i, count in enumerate(counts) if stored[i] != count)
         raise FlawError(

@@ -6,15 +6,14 @@ references to the state before a write. After a prefix of a write the layer hold
 
     field                       after the prefix
     window                      the old window and the first rows of the write
-    compress_kv, index_k        the groups that were full by then: a slice
+    compress_kv, index_k        a slice of the new arrays: the groups full by then
     pending_kv, pending_gate    the rows of the group that was open then
 
-Rows that were pending after a prefix can be gone after the whole write. For example,
-2 rows are pending, the ratio is 4, and 5 rows are written: the 3 rows that are pending
-after the first are then in a full group. So the journal records the compressor's call
-and runs it again over the prefix, as `ArraysJournal` does with mixers. The compressor's
-hook (`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is None if
-a call was not recorded.
+Rows that were pending after a prefix can be gone after the whole write, since their
+group has become full. So the journal records the compressor's call and runs it again
+over the prefix, as `ArraysJournal` does with mixers. The compressor's hook
+(`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is None if a
+call was not recorded.
 """
 
 from collections.abc import Iterator

@@ -35,8 +35,8 @@ class Family:
         quantizes: whether its attention was tested with quantized caches; False for
             families with sliding layers, whose windows mlx-lm cannot quantize.
         one_image: whether mlx-vlm reads at most one image in a prompt.
-        slots: the marks of image slots in a prompt. "ids": a placeholder token for each
-            slot; for the others see `engine_ids`.
+        slots: how a prompt marks the positions of an image. "ids": with a placeholder
+            token at each; for the others see `engine_ids`.
         placeholder: the placeholder token's id, or its key in config.json; None:
             `image_token_id` or `image_token_index`.
         text: the module of mlx_lm.models whose layers the family's MTP heads have;

@@ -92,7 +92,7 @@ def interruptions() -> Iterator[Interruptions]:
 
 def signal_at_opcode(number: int) -> AbstractContextManager[list[int]]:
     """Raise the timer's signal at opcode `number` of this package's frames."""
-    # In these two, an exception before finalize() defers signals would be dropped.
+    # Python drops an exception in these two until finalize() has deferred signals.
     skip = (Stream.__del__.__code__, finalize.__code__)
     return at_opcode(
         number, OURS, lambda: signal.raise_signal(signal.SIGALRM), skip=skip

@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_served_is_refused(
 def test_vision_is_taken_where_mlx_lm_does_not_know_the_architecture(
     folder: Path, tmp_path: Path
 ) -> None:
-    """mlx-lm reads the text part of the first architecture, and lacks the second."""
+    """mlx-lm knows the architecture of `folder`, but not florence2."""
     model, _ = load(folder, vision=None)
     assert not isinstance(model, VisionTarget)
     unknown = changed(folder, tmp_path, model_type="florence2")

@@ -128,7 +128,7 @@ class PairOptions(TargetOptions):
     )
     exact: int = option(
         0,
-        "Bit-exact texts: the number of tokens in every forward, such as 8; 0: off.",
+        "Tokens in every forward, such as 8, for bit-exact texts; 0: off.",
         min=0,
         max=64,
     )
@@ -270,8 +270,8 @@ class EndOptions:
             if token not in vocabulary:
                 raise InvalidRequestError(
                     f"--extra-eos-token is {token!r}, and the tokenizer has no such "
-                    f"token among its {len(vocabulary)}. To end at a longer text, pass "
-                    "it as --stop."
+                    f"token among its {len(vocabulary)}. To end at any other text, "
+                    "pass it as --stop."
                 )
             ends.add(int(vocabulary[token]))
         return ends

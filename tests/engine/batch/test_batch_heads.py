@@ -463,8 +463,9 @@ def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
     cases = [Case(40, SAMPLINGS[1], 12), Case(23, SAMPLINGS[0], 12)]
     cases.append(Case(17, SAMPLINGS[2], 12))
     drafted = drafts_of(generator, cases)
-    # 33 and 16 cached tokens precede a prompt's last one, which is always fed. One more
-    # token is fed again, for the state that the head reads.
+    # The first prompt has 33 cached tokens. The last one can use 16, since a prompt's
+    # last token is always fed. In both, one of these is fed again, for the state that
+    # the head reads.
     assert [result.stats.reused for result, _ in drafted][::2] == [32, 15]
     for case, (result, drafts) in zip(cases, drafted, strict=True):
         made.check(case, result.tokens)

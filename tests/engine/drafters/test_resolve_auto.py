@@ -206,7 +206,7 @@ def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
 def test_the_file_may_name_a_head_of_any_kind(
     kind: str, name: str, tmp_path: Path
 ) -> None:
-    """A head whose list of layers is ambiguous is probed; a random head is refused."""
+    """A head with an ambiguous list of layers is probed, and refused if random."""
     target = write_tiny(tmp_path / "target", layers=4)
     write_head = write_eagle if kind == "peagle" else write_block
     write_head(tmp_path / "head", name)

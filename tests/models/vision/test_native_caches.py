@@ -1,4 +1,4 @@
-"""mlx-lm's caches replace mlx-vlm's caches of known source, with equal results."""
+"""mlx-lm's caches replace mlx-vlm's, with equal results."""
 
 from importlib import import_module
 from typing import Any

@@ -223,8 +223,8 @@ def enumerate_rule(
 def ended_early(tables: Tables, ends: list[Flags]) -> tuple[list[Array], list[Array]]:
     """Return drawn and shown distributions of drafts that may end before k tokens.
 
-    `ends[d]` [pairs, vocab**d] says which drafts end before their token d. The rule
-    then gets a row of zeros, and token 0 in place of the missing token.
+    `ends[d]` [pairs, vocab**d] says which drafts end before their token d. In place
+    of a missing token the rule gets id 0, with a row of zeros.
     """
     drawn, shown = [], []
     over = np.zeros((tables.pairs, 1), dtype=np.bool_)

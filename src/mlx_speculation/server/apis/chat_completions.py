@@ -92,7 +92,7 @@ class ChatBody(OpenAIBody):
     thinking_budget: Natural | None = None
 
     def request(self, settings: Settings) -> GenerationRequest:
-        """Check the fields, and return the request."""
+        """Check the fields, and return them as a `GenerationRequest`."""
         for name in self.chat_template_kwargs:
             if name in RESERVED:
                 raise invalid(

@@ -1,4 +1,4 @@
-"""The Messages API: bodies as coding agents send them, blocks and events.
+"""Requests and answers of the Messages API, as coding agents use it.
 
 Fields that change from turn to turn, such as `cache_control`, are left out, so that the
 tokens of earlier turns stay the same.
@@ -60,7 +60,7 @@ class CountBody(TextOptions):
     output_config: FormatConfig = FormatConfig()
 
     def request(self, settings: Settings) -> GenerationRequest:
-        """Check the fields, and return the request."""
+        """Check the fields, and return them as a `GenerationRequest`."""
         toolbox, choice = Toolbox(self.tools), self.tool_choice
         tools, calls = toolbox.chosen(choice)
         conversation = Conversation(settings, "\n", toolbox.deferred)

@@ -125,7 +125,7 @@ class CompletionBody(OpenAIBody):
     prompt: str | list[int] | list[str] | list[list[int]]
 
     def request(self, settings: Settings) -> GenerationRequest:
-        """Check the fields, and return the request."""
+        """Check the fields, and return them as a `GenerationRequest`."""
         prompts: Any = self.prompt
         if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
             prompts = [prompts]

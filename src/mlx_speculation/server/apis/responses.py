@@ -151,7 +151,7 @@ class ResponsesBody(TextOptions):
             raise invalid("background is not offered here. Leave it out.", "background")
 
     def request(self, settings: Settings) -> GenerationRequest:
-        """Check the fields, and return the request."""
+        """Check the fields, and return them as a `GenerationRequest`."""
         tools, calls = Toolbox(self.tools).chosen(self.tool_choice)
         conversation, thoughts = Conversation(settings, "\n"), list[ThinkingBlock]()
         conversation.add("system", self.instructions, "instructions")

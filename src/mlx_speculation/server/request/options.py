@@ -127,7 +127,7 @@ class TextOptions(RequestModel):
     speculative: Speculative = Speculative()
 
     def request(self, settings: Settings) -> GenerationRequest:
-        """Check the fields, and return the request."""
+        """Check the fields, and return them as a `GenerationRequest`."""
         raise NotImplementedError
 
 

@@ -56,7 +56,8 @@ def check_trainee(
     """Check that a trainee can be made.
 
     Raises:
-        InvalidRequestError: the target lacks a layer, or a layer is named twice.
+        InvalidRequestError: `options.layers` names a layer twice, or one that the
+            target lacks.
         ModelFolderError: the draft cannot be made, or the target has no MTP head.
         TokenizerMismatchError: the draft has other token ids.
         UnsupportedModelError: the target lacks a part that the draft reads, or the
