@@ -12,9 +12,9 @@ mlx-lm's mask breaks this in two cases, in which a round gets another mask:
 A write that is kept as a whole or not at all (`whole`), such as a chunk of a prompt,
 gets mlx-lm's mask.
 
-To keep a prefix of a write of several rows, the journal slices off the tail. At least
-`max_size` - 1 older rows and the first row of the write remain, so the rows that mlx-lm
-evicted are not needed. `RotatingKVCache.trim` is not used: it leaves rejected rows
+To keep a prefix of a write of several rows, the journal slices off the tail. No row
+that mlx-lm evicted is needed: mlx-lm keeps `max_size` - 1 older rows, and the first
+written row sees no more. `RotatingKVCache.trim` is not used: it leaves rejected rows
 visible after a wrap.
 """
 

@@ -37,7 +37,7 @@ class BoundedTree(PrefixTree):
             node.used, node.level, node.seen = now, self._budget.level, seconds
 
     def lookup(self, which: int, tokens: Tokens, back: int) -> Snapshot | None:
-        """Return a role's longest snapshot; see `PrefixCache.lookup`."""
+        """Return the longest snapshot of role `which`; see `PrefixCache.lookup`."""
         kept, nodes = self.longest(which, tokens, back)
         self._touch(nodes, next(self._clock))
         return kept
@@ -52,7 +52,7 @@ class BoundedTree(PrefixTree):
     def fill(
         self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
     ) -> bool:
-        """Add the rows in `kept` to a node; with `end`, add its restore points too.
+        """Add to a node the rows in `kept`, and with `end` the restore points there.
 
         Return False if the target's rows or restore point do not fit.
         """

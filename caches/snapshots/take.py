@@ -105,7 +105,7 @@ def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
 def _extent(caches: Sequence[Any]) -> int | None:
     """Return the number of tokens in the caches; None: unknown.
 
-    For a batch, it is the largest number of tokens in a row.
+    For a batch, it is that of the longest row.
     """
     offsets = (_offset(leaf) for leaf in flat(caches))
     return max((each for each in offsets if each is not None), default=None)
@@ -157,7 +157,7 @@ def _check_continues(target: Sequence[Any], saved: Snapshot) -> None:
         raise InvalidRequestError(
             f"The caches hold {offset} tokens, but the snapshot of "
             f"[{saved.start}, {saved.stop}) begins at {saved.start}. First restore "
-            "the snapshot before it, or merge the two."
+            "the snapshot that ends there, or merge both snapshots."
         )
 
 

@@ -1,7 +1,7 @@
 """Keys and values in views whose size depends only on the position of a row.
 
 A row's result depends on the shapes of the operations that compute it. So in exact mode
-every forward has the same number of rows, and a row at position p gets a view of V(p)
+every forward has the same number of tokens, and a row at position p gets a view of V(p)
 rows of a cache, with V(p) = step * (p // step + 1). A mask hides the positions after p:
 
     step 256, rows 8    offset 3      256 keys, bool mask [8, 256]
@@ -12,8 +12,8 @@ All rows of a forward share a view, so a forward takes only tokens up to the nex
 A buffer is exactly as long as its view, so its strides too depend only on the position.
 
 The view of a sliding window has the positions [max(0, start - max_size), start + step),
-where `start` is the last multiple of `step` up to p. No row at a position in [start,
-start + step) sees others.
+where `start` is the last multiple of `step` up to p. Rows at [start, start + step) see
+no position outside of it.
 
 A view shares the `__dict__` of its live cache, so it has the same offset and buffers.
 Moving the offset undoes writes.
@@ -176,7 +176,7 @@ class FixedSlidingKVCache(SlidingKVCache):
         if self.keys is not None and held_from == first:
             _fit(self, size)
             return
-        begin = max(held_from, first)  # no later row sees earlier positions
+        begin = max(held_from, first)  # earlier positions have left the window
         kept = slice(begin - held_from, self._end)
         place = slice(begin - first, self.offset - first)
         made = []

@@ -108,8 +108,8 @@ def _decided(
 ) -> tuple[Decided, dict[int, Iterator[Verified]]]:
     """Decide on the rows [requests, n, vocab] of the requests that are not sequential.
 
-    Rows of a sequential request (`running.sequential`) are decided one after another:
-    for each, by its index, return an iterator over decisions.
+    Rows of a sequential request are decided one after another: the dict has an iterator
+    over its decisions, by its index in `running.requests`.
 
     `before` are tokens of a step that come before the drafts, uint32 [requests, 1];
     `matrix` the tokens of the drafts, [requests, n - 1].

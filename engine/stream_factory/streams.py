@@ -187,7 +187,7 @@ class StreamFactory:
     def _running(self, ranks: AbstractContextManager[None]) -> Iterator[None]:
         """Enter the resources of a running stream.
 
-        Its frame refers to `self`, so the setup's hooks live until it is left.
+        Until they are exited, this generator keeps `self` and so the setup's hooks.
         """
         exact = self._setup.options.shape is not None
         # `ranks` is outermost, so that other ranks learn of any failure.

@@ -42,7 +42,7 @@ class WritesJournal:
     """Journal of a `WritesCache`: drops writes, and cuts the last one that stays."""
 
     live = True  # the model writes to the cache, not to a copy
-    rows = 1  # sequences that may keep different numbers of positions
+    rows = 1  # the number of sequences in the batch
 
     def __init__(self, cache: WritesCache) -> None:
         self._cache = cache

@@ -122,10 +122,11 @@ class HiddenStates:
     def head(self, hidden: mx.array, *, only: Observer | None = None) -> mx.array:
         """Return the logits [batch, positions, vocab] of states after the final norm.
 
-        `hidden` is [batch, positions, dim], of any origin. `only` is a `ReducedOutput`
-        of this model, for the logits of its ids. The model's scales, soft caps and
-        masked ids apply. In gpt_neox, lille-130m, gemma3n and phixtral each call builds
-        a forward, of which the part before the norm is not evaluated.
+        `hidden` is [batch, positions, dim], of any origin. `only`, a `ReducedOutput` of
+        this model, limits the logits to the ids that it was made for. The model's
+        scales, soft caps and masked ids apply. In gpt_neox, lille-130m, gemma3n and
+        phixtral each call builds a forward, of which the part before the norm is not
+        evaluated.
         """
         self._check_open()
         if hidden.ndim != 3 or hidden.shape[-1] != self.parts.dim:

@@ -25,7 +25,7 @@ class Mixer:
     """Replay of one mixer class."""
 
     recipe: Recipe | None = None  # None: the mixer runs again
-    # (module, name) of other objects whose source must be unchanged
+    # (module, name) of other objects it relies on; a test checks their source
     relies_on: tuple[tuple[str, str], ...] = ()
 
 

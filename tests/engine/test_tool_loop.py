@@ -1,7 +1,7 @@
 """A session of an agent reads its context once; tokens that are read again are counted.
 
-A prompt ends with `OPEN`, the opening of an answer. Later prompts have this opening
-without its last two tokens, as with some chat templates. So each answer is read again.
+A prompt ends with `OPEN`, the opening of an answer. In later prompts this answer's
+opening lacks two tokens, as with some chat templates. So each answer is read again.
 """
 
 from collections.abc import Callable

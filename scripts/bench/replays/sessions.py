@@ -71,7 +71,7 @@ def read_sessions(file: Path, tokenizer: Any) -> list[list[Turn]]:
 
 
 def by_turns(sessions: Sequence[list[Turn]], together: int) -> Iterator[list[Turn]]:
-    """Yield one session for each group of `together` sessions, which take turns."""
+    """Merge each group of `together` sessions into one, in which they alternate."""
     for start in range(0, len(sessions), together):
         group = sessions[start : start + together]
         longest = max(len(session) for session in group)

@@ -56,7 +56,7 @@ class Limits:
     )
 
     images: int = _limit(8, "Maximum number of images in a request.", least=0)
-    image_bytes: int = _limit(16 << 20, "Maximum size of an image as it is stored.")
+    image_bytes: int = _limit(16 << 20, "Maximum size of an image file, in bytes.")
     image_pixels: int = _limit(16_000_000, "Maximum number of pixels of an image.")
     fetch_seconds: float = _limit(10.0, "Maximum time to fetch an image.")
 

@@ -96,8 +96,8 @@ def test_what_was_measured_is_kept_for_batches_of_so_many_rows(
         while batch.waiting or batch.running:
             batch.next()
     assert len(reasons) > 1
-    # The reason is "measure" until two rounds have been `Feedback.steady`. The second
-    # and the third are, but the fourth is planned before the third ends.
+    # The reason is "measure" until two rounds have been `Feedback.steady`: the second
+    # and the third. The fourth measures too, since it is planned before the third ends.
     assert reasons.count("measure") == 4
 
 

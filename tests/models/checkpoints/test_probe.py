@@ -155,7 +155,7 @@ def test_what_a_text_says_again_counts_once(
                 probs = np.exp(np.array(log_probs(target[row, at - prompt_tokens])))
                 guess = np.array(log_probs(drafted[row, at - prompt_tokens]))
                 values.append((probs * guess).sum())
-                missed.append(-50 * probs[0])  # only id 1 has a column
+                missed.append(-50 * probs[0])  # -50: id 0 has no column
     assert np.allclose(score.values, values, atol=1e-5)
     reached = text.score(drafted[:, later:, :1], first, mx.array([1]))
     assert np.allclose(reached.values, missed, atol=1e-4)

@@ -88,7 +88,7 @@ def test_every_wrong_field_scores_lower_and_is_found(truth: Truth, field: str) -
 @pytest.mark.openblas
 @pytest.mark.slow
 def test_what_the_head_as_it_is_does_not_show_stays_usual() -> None:
-    """A norm whose weights are nearly equal hardly changes the next norm's result."""
+    """A norm with weights of about one size hardly changes the next norm's result."""
     trial, right = trial_of("as trained"), trained().convention
     for field, measure in (("hidden", trial.first), ("recycled", trial.second)):
         good, other = measure(right), measure(wrong(right, field))
