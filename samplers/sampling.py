@@ -120,8 +120,8 @@ class Sampling:
             )
         if self.temperature != 0 or self.filters or self.draft_temperature is not None:
             raise InvalidRequestError(
-                f"sampler was passed with temperature {self.temperature:g}, filters or "
-                "draft_temperature, which a sampler ignores. Pass one or the other."
+                "sampler was passed with a temperature above 0, filters or "
+                "draft_temperature, which it ignores. Pass one or the other."
             )
 
     def _freeze(self) -> None:
@@ -173,14 +173,14 @@ class Sampling:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of sample `index` of a prompt; both are from 0 to 2**64 - 1.
+    """Return the seed of sample `index` of a prompt.
 
     Sample 0 has the request's seed. The seeds of later samples are 64 bits of a BLAKE2b
     hash of seed and index: among a million samples, two share a seed with a probability
     of 3e-8.
 
     Raises:
-        InvalidRequestError: seed or index is out of its range.
+        InvalidRequestError: seed or index is not from 0 to 2**64 - 1.
     """
     check_seed(seed)
     check_seed(index, "index")

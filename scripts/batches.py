@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from mlx_speculation import Sampling, SpeculativeGenerator
     from mlx_speculation.engine import BatchStatistics
 
-# The row where two texts differ is computed again at so many places of a forward.
+# The logits where two texts differ are computed again in forwards of so many tokens,
+# once at each place.
 PLACES = 2
 # The largest difference of two tokens' scores at which a batch's text may differ: in
 # float32, and in half precision (bfloat16 has steps of 1/8 from 16 to 32).
@@ -73,7 +74,7 @@ def batches(
     blas: opt.Blas = "auto",
     json_file: opt.Json = None,
 ) -> None:
-    """Measure batches of several sizes, after checking texts."""
+    """Measure batches of several sizes, and check their texts."""
     with reported(context) as report:
         from bench.models import Bench
         from mlx_speculation import Sampling

@@ -137,7 +137,7 @@ class CascadeDrafter(OpenDrafter):
             each.remember(tokens, answer)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Let the drafters read ahead in order, up to one that has not finished."""
+        """Let the drafters read ahead, each once the one before has finished."""
         return all(each.read_ahead(sequence, fits) for each in self._drafters)
 
     def begin(self, sequence: Sequence) -> None:

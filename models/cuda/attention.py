@@ -20,8 +20,8 @@ the product with values, so no shuffle is needed.
 
 A NaN in a key or value makes the result NaN for each row that sees it, and for no other
 row. The check of the logits relies on this. A row that sees no key gets zeros. If some
-row of a tile does not see all sixteen keys of a group, the product leaves out values
-that are not finite, and each row that sees such a value becomes NaN.
+row of a tile does not see all sixteen keys of a group, the product takes values that
+are not finite as zeros, and the sum of each row that sees one is set to NaN.
 """
 
 import functools

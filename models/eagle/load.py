@@ -61,9 +61,9 @@ def load_eagle_head(
     """Load the EAGLE-3 or P-EAGLE head of a target from a folder of its own.
 
     `layer_ids` says how config.json counts layers: from 0, or with the embedding as 0.
-    Without it, a probe on a few texts, the token ids `starts`, finds the layers. With
-    neither, the head reads the usual layers. On a Linux CPU the head is float32,
-    dequantized where it was quantized.
+    Without it, a probe on texts that begin with the token ids `starts` finds the
+    layers. With neither, the head reads the usual layers. On a Linux CPU the head is
+    float32, dequantized where it was quantized.
 
     Raises:
         ModelFolderError: the head is of another kind or target, or not complete.

@@ -208,7 +208,7 @@ def test_a_window_that_is_not_full_is_shown_in_steps() -> None:
             keys, _ = seen.update_and_fetch(new, new)
             assert keys.shape == seen.keys_and_values()[0].shape
             shown.append(keys.shape[2])
-            if keys.shape[2] % STEP == 0:  # keys start at position 0
+            if keys.shape[2] % STEP == 0:  # not full: starts at position 0
                 native = create_causal_mask(width, at, window_size=12)
                 assert mx.array_equal(mask[:, : at + width], native)
                 assert mx.array_equal(

@@ -338,7 +338,7 @@ def test_steady_forwards_are_fed_their_own_choices_and_leave_no_rows(
 def test_single_tokens_take_the_ways_of_a_round_where_they_are_drafts(
     folder: Path, drafts: bool
 ) -> None:
-    """A plain step uses mlx's operations; a forward over drafts, those of rounds."""
+    """A plain step uses mlx's operations. A draft of one token uses those of rounds."""
     model, _ = load(folder)
     kind: Any = type(model)
     ways: list[bool] = []

@@ -73,7 +73,7 @@ def reference_loss(
     rows: list[list[int]],
     counts: np.ndarray[Any, Any],
 ) -> torch.Tensor:
-    """Return the loss: a mean over the slots of all rows, faded and summed by depth."""
+    """Return the sum over depths of `fading`**depth times the slots' mean loss."""
     embedding = tables()["embedding"]
     parts: list[list[torch.Tensor]] = []
     numbers = []

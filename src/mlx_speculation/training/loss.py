@@ -24,14 +24,14 @@ class Teacher(NamedTuple):
     likeliest: mx.array
 
     def of_slots(self, first: int, slots: Slots) -> "Teacher":
-        """Return the distributions at position `first` + i of each slot i."""
+        """Return the distributions of the slots; slot i is at position `first` + i."""
         return Teacher(
             at_slots(self.logits, first, slots), at_slots(self.likeliest, first, slots)
         )
 
 
 def at_slots(values: mx.array, first: int, slots: Slots) -> mx.array:
-    """Return `values` [rows, positions, ...] at position `first` + i of each slot i."""
+    """Return the slots' `values` [rows, positions, ...]; slot i is at `first` + i."""
     if isinstance(slots, int):
         return values[:, first : first + slots]
     at = (slots + first).reshape(*slots.shape, *[1] * (values.ndim - 2))

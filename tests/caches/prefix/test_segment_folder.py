@@ -43,7 +43,7 @@ PLAYED = [[1] * 9 + [2] * 5, [1] * 9 + [0] * 6, [2, 0] * 8, [1] * 4 + [2] * 9]
 
 
 def play(prefixes: PrefixCache, tokens: list[int], kinds: Kinds) -> list[int]:
-    """Play a request with a role of each kind; return each role's reused tokens."""
+    """Play a request with a role of each kind; return how many tokens each reused."""
     roles = {which: (kind, 0) for which, kind in enumerate(kinds)}
     return [reused for reused, _ in request(prefixes, tokens, roles).values()]
 
@@ -455,7 +455,7 @@ def test_a_writer_that_is_killed_leaves_whole_files(tmp_path: Path) -> None:
 
 
 def test_places_of_segments_that_are_gone_are_forgotten(tmp_path: Path) -> None:
-    """New segments are found, and the table of places stays small."""
+    """The table of places stays small while segments come and go."""
     folder = tmp_path / "shared"
     one, _one_owners = bound(1 << 30, ROWS, folder=folder)
     two, _two_owners = bound(1 << 30, ROWS, folder=folder)

@@ -63,7 +63,7 @@ def test_the_wrapper_passes_on_every_member() -> None:
     marks = {name: f"its {name}" for name in names}
     outer = WrappedDrafter(type("Marked", (OpenDrafter,), marks)())
     assert len(names) >= 14
-    assert outer.shared is outer  # so that rows of a batch share the guarded drafter
+    assert outer.shared is outer  # not the drafter inside
     del marks["shared"]
     assert {name: getattr(outer, name) for name in marks} == marks
 

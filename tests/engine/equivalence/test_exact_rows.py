@@ -50,9 +50,9 @@ def test_a_model_that_keeps_the_promise_is_found_to(name: str, views: int) -> No
     )
     assert verdict.same
     assert verdict.largest == 0
-    # A place has 8 tokens. Each is fed with random tokens behind it (1 row compared),
-    # and with up to 3 tokens of the text behind it (4 rows, fewer at the end of the
-    # place). The 8 tokens are also fed in rounds (8 rows).
+    # Each view is checked at its first 8 tokens and at its last 8. Each token is fed
+    # with random tokens behind it (1 row compared), and with up to 3 of the text behind
+    # it (4 rows, fewer for the last tokens). The 8 are also fed in rounds (8 rows).
     places = 2 * views
     assert verdict.rows == places * (8 + (5 * 4 + 3 + 2 + 1) + 8)
     assert verdict.context == views * 16

@@ -224,9 +224,9 @@ def test_what_cannot_go_with_a_sampler_is_refused() -> None:
     sampler = sample_utils.make_sampler(temp=1.0)
     with pytest.raises(InvalidRequestError, match="seed is 3, but the sampler draws"):
         answer(sampler=sampler, seed=3)
-    with pytest.raises(InvalidRequestError, match="sampler was passed with temperatur"):
+    with pytest.raises(InvalidRequestError, match="passed with a temperature above"):
         Sampling(sampler=sampler, temperature=0.5)
-    with pytest.raises(InvalidRequestError, match="sampler was passed with temperatur"):
+    with pytest.raises(InvalidRequestError, match="passed with a temperature above"):
         Sampling(sampler=sampler, top_k=5)
     for rule in ("rejection", "block"):
         generator = SpeculativeGenerator(

@@ -27,7 +27,7 @@ from support.models.recurrent_models import (
     recurrent,
 )
 
-# Models for each kind of `Mixer.recipe`, and models whose mixers run again instead.
+# Models for each kind of `Mixer.recipe`, None included
 QUICK = (
     *("qwen3_5", "mamba", "mamba2", "recurrent_gemma", "rwkv7", "bailing_moe_v3"),
     *("kimi_linear", "lfm2", "falcon_h1", "plamo2", "baichuan_m1", "bailing_hybrid"),
@@ -80,8 +80,8 @@ def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
     """Slots and next logits equal those after feeding only the kept rows.
 
     Forwards of one row and of several may round differently. So the bound is the
-    difference between feeding the kept rows at once and one by one. Plain decoding has
-    that difference too. Models that are `bitwise` must have equal bits.
+    difference between feeding the kept rows at once and one by one. Models that are
+    `bitwise` must have equal bits.
     """
     model = build_recurrent(name)
     start = prefilled(model)

@@ -98,7 +98,7 @@ class GenerationRequest:
     most_calls: int | None = None  # the maximum number of tool calls; None: any
     thinking_budget: int | None = None  # maximum tokens of thinking; None: any number
     draft: str | None = None  # name of the draft; None: that of the server
-    exact: bool = False  # exact mode: no draft may change a bit
+    exact: bool = False  # exact mode: drafts do not decide near-ties
 
 
 class Speculative(StrictModel):
@@ -109,7 +109,7 @@ class Speculative(StrictModel):
     draft: str | None = None  # the draft of the server, or "lookup"
     max_draft: Natural | None = None
     off: bool = False  # plain decoding
-    exact: bool = False  # exact mode: the same bits with any draft
+    exact: bool = False  # exact mode: drafts do not decide near-ties
 
 
 class TextOptions(RequestModel):

@@ -116,10 +116,11 @@ def causal_layers(
 ) -> tuple[bool, ...]:
     """Return for each layer whether attention within the block is causal.
 
-    In a file of speculators, full layers are never causal, and sliding layers are
-    causal unless `sliding_window_non_causal` (default: `non_causal_default`) is true.
-    In other files, `dflash_query_causal` makes all layers causal. Otherwise `is_causal`
-    or `dflash_config.causal` decides; without these, only sliding layers are causal.
+    In a file of the library speculators, full layers are never causal, and sliding
+    layers are causal unless `sliding_window_non_causal` is true (by default as
+    `non_causal_default` says). In other files, `dflash_query_causal` makes all layers
+    causal. Otherwise `is_causal` or `dflash_config.causal` decides; without these, only
+    sliding layers are causal.
     """
     sliding = tuple(window is not None for window in body.windows)
     if is_speculators(config):
