@@ -224,13 +224,13 @@ def test_a_client_that_leaves_while_its_body_is_read_is_noticed(
         return real(body, settings)
 
     monkeypatch.setattr(ChatBody, "request", slowly)
-    with serving() as server:
-        chat = {"messages": [{"role": "user", "content": "x"}]}
+    with serving(max_rows=4) as server:
+        chat = {"messages": [{"role": "user", "content": "x"}], "n": 10**400}
         client = connect(server)
         client.sendall(packet(chat, path="/v1/chat/completions"))
         time.sleep(0.3)
         client.close()
-        until(lambda: cancelled(server) == 1)
+        until(lambda: cancelled(server) == 4)
         release.set()
 
 

@@ -321,7 +321,7 @@ def replay_batch(
     credit = known.credit
     lengths = BatchDraftLength(lambda _: known.each, credit, LONGEST)
     rows = [
-        Member(RuleDraftLength(known.each, Credit(), LONGEST), text) for text in texts
+        Member(RuleDraftLength(known.each, credit, LONGEST), text) for text in texts
     ]
     late, behind = rows[0].policy.late, False
     lengths.take(rows)

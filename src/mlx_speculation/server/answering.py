@@ -56,7 +56,8 @@ class Answering:
     async def answer(self, kind: type[Face], body: TextOptions) -> Response:
         """Return the answer to a request with this body; a face formats it."""
         make = partial(kind, body, self._settings)
-        return Answer(partial(self._send, make, getattr(body, "n", 1)))
+        texts = min(getattr(body, "n", 1), self._settings.max_rows)
+        return Answer(partial(self._send, make, texts))
 
     async def count(self, body: TextOptions) -> int:
         """Return the number of tokens of a chat's prompt, without the engine."""

@@ -71,6 +71,9 @@ class Answers(BaseHTTPRequestHandler):
     def _moved(self) -> None:
         self._send(b"", 302, Location="/whole")
 
+    def _moved_to_no_name(self) -> None:
+        self._send(b"", 302, Location=f"http://xn--{'a' * 20_000}.com/")
+
     def _none(self) -> None:
         self._send(b"", 404)
 
@@ -141,6 +144,7 @@ def test_an_answer_is_its_bytes(place: str, path: str) -> None:
         ("cut", "without sending complete"),
         ("gzip", "encoding 'gzip'"),
         ("moved", "status 302, and redirects"),
+        ("moved_to_no_name", "could not be fetched|status 302"),
         ("none", "status 404"),
         ("garbage", "could not be fetched"),
     ],
@@ -173,7 +177,12 @@ def test_a_server_that_takes_its_time_is_left_at_the_deadline(
         ("http:///a.png", "cannot be fetched"),
         ("http://user:word@example.org/a.png", "without a user"),
         ("http://example.org:0/a.png", "cannot be fetched"),
+        ("http://93.184.216.34:65536/a.png", "at most 65535"),
+        ("http://93.184.216.34:" + "9" * 25, "at most 65535|malformed"),
         ("http://example.org:port/a.png", "malformed"),
+        ("http://xn--" + "a" * 300 + "/", "malformed|resolved"),
+        ("http://xn--nxasmq6b." + "a." * 150 + "org/", "malformed|resolved"),
+        ("http://" + "\u0939\u200d" * 30_000 + "/", "malformed"),
         ("http://[::1/a.png", "malformed"),
         ("http://127.0.0.1/a.png", "not public"),
         ("http://127.1/a.png", "not public"),
@@ -189,8 +198,9 @@ def test_a_server_that_takes_its_time_is_left_at_the_deadline(
     ],
 )
 def test_where_nothing_is_asked(url: str, why: str) -> None:
-    with pytest.raises(InvalidRequestError, match=why):
+    with pytest.raises(InvalidRequestError, match=why) as caught:
         fetch_image(url, LIMITS)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -261,6 +271,19 @@ def test_the_connection_goes_to_the_first_checked_address_that_answers(
         assert fetch_local(url) == BODY
     assert hosts == ["pictures.example"]
     assert seen == [("/whole", f"pictures.example:{port}")]
+
+
+def test_the_deadline_includes_the_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*args: Any, **more: Any) -> Any:
+        time.sleep(0.1)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with listening() as (address, seen):
+        url = f"http://pictures.example:{address.partition(':')[2]}/whole"
+        with pytest.raises(InvalidRequestError, match="longer than"):
+            fetch_local(url, limits=Limits(fetch_seconds=0.05))
+    assert seen == []
 
 
 def test_a_certificate_is_that_of_the_name(

@@ -151,6 +151,8 @@ def serve(
     logging.basicConfig(
         level=serving.log_level, format="%(asctime)s %(levelname)s %(message)s"
     )
+    for library in ("httpx2", "httpcore2"):  # URLs of images may hold secrets
+        logging.getLogger(library).setLevel(logging.WARNING)
     name = short_name(pair.model)
     settings = Settings(
         # Responses use the first name.

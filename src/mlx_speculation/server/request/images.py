@@ -10,8 +10,12 @@ import asyncio
 import ipaddress
 import re
 import socket
+import ssl
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -30,6 +34,8 @@ from mlx_speculation.server.config import Limits, Settings
 LOCAL = re.compile(r"file:(//(localhost)?/|(?!//))", re.IGNORECASE)
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _PORTS = {"http": 80, "https": 443}
+# A fetch goes on for a while after its client has left: this bounds open sockets.
+_FETCHES = threading.BoundedSemaphore(16)
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -115,27 +121,52 @@ def fetch_image(url: str, limits: Limits, *, private: bool = False) -> bytes:
 
     Raise InvalidRequestError for a URL or an answer that is not allowed.
     """
+    deadline = time.monotonic() + limits.fetch_seconds
     try:
         target = httpx2.URL(url)
-    except httpx2.InvalidURL as error:  # an invalid port, or an open bracket
-        raise InvalidRequestError(f"The image's URL is malformed: {error}.") from error
-    named = target.host and target.port != 0 and not target.userinfo
-    if target.scheme not in _PORTS or not named:
+    except (httpx2.InvalidURL, UnicodeError) as error:  # such as an open bracket
+        raise InvalidRequestError(
+            f"The image's URL is malformed: {_shown(error)}."
+        ) from error
+    named = target.raw_host and not target.userinfo
+    if target.scheme not in _PORTS or not named or not 0 < _port(target) < 65536:
         raise InvalidRequestError(
             "The image's URL cannot be fetched: it must be http:// or https:// with a "
-            "host and without a user."
+            "host and without a user, and a port is at most 65535."
         )
-    addresses = _addresses(target, private=private)
-    fetching = _fetched(target, addresses, limits.image_bytes)
     try:
-        return asyncio.run(asyncio.wait_for(fetching, limits.fetch_seconds))
+        if not _FETCHES.acquire(timeout=limits.fetch_seconds):
+            raise TimeoutError
+        try:
+            addresses = _addresses(target, private=private)
+            fetching = _fetched(target, addresses, limits.image_bytes, deadline)
+            return asyncio.run(fetching)
+        finally:
+            _FETCHES.release()
     except TimeoutError:
         why = f"it took longer than {limits.fetch_seconds:g} s"
-    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-        why = " ".join(str(error).split()).rstrip(".")[:80] or type(error).__name__
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, UnicodeError) as error:
+        why = _shown(error)
     raise InvalidRequestError(
         f"The image could not be fetched from its URL: {why}. Pass it as a data URL."
     )
+
+
+def _shown(error: BaseException) -> str:
+    """Return the first cause of an error in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split()).rstrip(".")[:80] or type(error).__name__
+
+
+def _port(url: httpx2.URL) -> int:
+    return _PORTS[url.scheme] if url.port is None else url.port
+
+
+@cache
+def _context() -> ssl.SSLContext:
+    """Return a TLS context; to read the authorities takes a while."""
+    return httpx2.create_ssl_context(trust_env=False)
 
 
 def is_public(address: Address) -> bool:
@@ -152,9 +183,9 @@ def is_public(address: Address) -> bool:
 
 
 def _addresses(url: httpx2.URL, *, private: bool) -> list[str]:
-    host, port = url.raw_host.decode(), url.port or _PORTS[url.scheme]
+    host = url.raw_host.decode()
     try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, _port(url), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise InvalidRequestError(
             f"The image's host {host[:60]!r} cannot be resolved."
@@ -168,14 +199,17 @@ def _addresses(url: httpx2.URL, *, private: bool) -> list[str]:
     return addresses
 
 
-async def _fetched(url: httpx2.URL, addresses: Sequence[str], most: int) -> bytes:
+async def _fetched(
+    url: httpx2.URL, addresses: Sequence[str], most: int, deadline: float
+) -> bytes:
     """Return the bytes from the first address that answers."""
     host = {"Host": url.netloc.decode()}
     headers = {**host, "Accept": "image/*", "Accept-Encoding": "identity"}
     name = {"sni_hostname": url.raw_host.decode()}  # the certificate has to have it
     failed: Exception = httpx2.ConnectError("the host has no address")
-    # All steps together have a time limit, so a step has none.
-    async with httpx2.AsyncClient(trust_env=False, timeout=None) as client:
+    options = {"verify": _context(), "trust_env": False, "timeout": None}
+    left = deadline - time.monotonic()
+    async with asyncio.timeout(left), httpx2.AsyncClient(**options) as client:
         for address in addresses:
             here = url.copy_with(host=address)
             request = client.build_request(
