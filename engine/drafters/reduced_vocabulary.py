@@ -2,8 +2,8 @@
 
 With a large vocabulary, the output layer is most of the cost of a small drafter. But
 texts of one kind use few of the ids: FR-Spec (arXiv 2502.14856) keeps most of the
-acceptance with a quarter of them. The target still chooses from all ids, so the text
-does not change; an id that is left out is never drafted.
+acceptance with a quarter of the vocabulary. The target still chooses from all ids, so
+the text does not change; an id that is left out is never drafted.
 """
 
 import operator

@@ -55,7 +55,7 @@ class LookupDraft(Draft):
         return self.kind
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
-        """Return the draft, without history if that was None and is not allowed."""
+        """Return the draft; its `history` None is 0 if `options.history` is false."""
         if options.history or self._limit is not None:
             return self
         return LookupDraft(corpus=self._documents, history=0)

@@ -8,10 +8,9 @@ pairs, since a prompt can have any length. With padding it meets few:
     keys     512 1,024 1,536 ... 4,096 4,608 ...             see `whole_steps`
 
 The padding is zeros. If the mask is causal, and the number of keys before the rows is 0
-or makes whole steps, equally many keys and rows are added: the keys are then whole
-steps plus the rows. The mask stays causal, and only added rows see added keys.
-Otherwise a bool mask hides the added keys. On an H200, attention with a bool mask took
-3 to 7 times as long as with a causal one.
+or one of the table, as many keys as rows are added. The mask stays causal, and only
+added rows see added keys. Otherwise a bool mask hides the added keys. On an H200,
+attention with a bool mask took 3 to 7 times as long as with a causal one.
 
 Only drafts and rounds use this: their logits are allowed to differ from mlx's by
 rounding.

@@ -54,7 +54,7 @@ def probe_blocks(
         text = OwnText.of(model, taps, starts)
 
         def score(reading: Reading) -> Score:
-            """Score a guess of each token of the target: the first token of a draft."""
+            """Score the first drafted token at each position of the target's text."""
             head.settings = replace(usual, anchor=reading.anchor)
             drafter = on_target(head, taps, reading.layers)
             context, first = drafter.states(text.states), max(text.written, 2)

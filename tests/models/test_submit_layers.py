@@ -1,4 +1,7 @@
-"""Submissions on a CPU: layer by layer in a plain step, by `part` layers in a round."""
+"""Submission of the outputs of layers on a CPU, with `mx.async_eval`.
+
+A plain step submits each layer but the last, a round every `part`-th layer.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -34,7 +34,7 @@ _LIBRARY = "libopenblas.so.0"  # the system's
 class BlasChoice:
     """The BLAS in use."""
 
-    # "other": a BLAS that this package does not know was loaded before
+    # "other": a BLAS that is not OpenBLAS, loaded before `use_blas` was called
     name: Literal["openblas", "stock", "accelerate", "other"]
     detail: str  # for people: "OpenBLAS 0.3.21 (SkylakeX, pthread, 2 threads)"
 

@@ -70,8 +70,8 @@ def choose_checkpoint(
             return checkpoint, needed
     raise InvalidRequestError(
         f"The training needs about {needed / _GB:.1f} GB of memory, but only "
-        f"{most / _GB:.1f} GB can be used here. Take fewer --rows with --accumulate, "
-        "shorter --slots, a smaller --draft-vocab, or fewer --depths."
+        f"{most / _GB:.1f} GB can be used here. Take fewer --rows and a larger "
+        "--accumulate, fewer --slots, a smaller --draft-vocab, or fewer --depths."
     )
 
 

@@ -108,7 +108,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
     for number, turn in enumerate(turns):
         before = drafter.lane.seen
         contents = content(drafter.lane.caches)
-        if fails and turn and number:  # the first round feeds the draft its prompt
+        if fails and turn and number:  # round 0 feeds the prompt to the draft model
             _fail(decoder)
             assert_same_content(contents, content(drafter.lane.caches))
             assert drafter.lane.seen == before

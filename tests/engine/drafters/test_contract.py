@@ -73,7 +73,7 @@ class Kind:
     open: Callable[[Lane, Sequence], Drafter]
     twin: FromNothing
     others: tuple[nn.Module, ...] = ()  # the models of the drafter
-    least: int = 10  # the fewest tokens that it must propose
+    least: int = 10  # the fewest tokens that it must propose in all rounds
 
 
 def start_over(kind: Callable[[], Kind]) -> FromNothing:
@@ -161,7 +161,6 @@ def of_assistant(target: str, head: str) -> Kind:
 
 EAGLES = [
     *(("specforge", name) for name in ("llama", "qwen3_5", "gemma3_text")),
-    # The authors' files list no layers; heads read layers 0, 2 and 3 of these four.
     ("authors", "qwen3_5"),
     *((d, "llama") for d in DIALECTS if d not in ("specforge", "authors")),
 ]

@@ -142,7 +142,7 @@ def test_three_threads_and_one_that_hooks_and_unhooks(
 
 
 def _incomplete(self: MixerCall, cache: Any, keep: int) -> None:
-    raise AssertionError(f"the notes of {type(self.mixer).__name__} are incomplete")
+    raise AssertionError(f"{type(self.mixer).__name__} runs again instead of a replay")
 
 
 @pytest.mark.parametrize("name", MODELS)
