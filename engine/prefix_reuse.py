@@ -2,15 +2,15 @@
 
 A head that reads the target's hidden states has cache rows of its own. Row m of its
 layer k pairs the state of position m with token m + 1 + k. So with L layers, rows
-[0, n) depend on tokens [0, n + L), and the head next needs the states of the last L
-tokens. The target provides these states in one of two ways:
+[0, n) depend on tokens [0, n + L), and the head next needs the states of positions
+[n, n + L). They come from the target, whose caches can be resumed
 
-    rows only       the target resumes L tokens early, and feeds these tokens again
-    restore points  the target resumes at a point, which also keeps the last L states
+    at any position         it resumes at n, and feeds the L tokens again
+    at restore points only  it resumes at a point at n + L, which keeps the states too
 
 For a head with sliding windows no rows are kept: the target resumes early enough to
-feed again all tokens that the windows see. In each case, drafts after a reused prefix
-equal drafts after a prefix that was read.
+feed again all tokens that the windows see. In each case, the drafts are the same as
+after a prefill of the whole prompt.
 """
 
 import sys
@@ -35,7 +35,7 @@ class PrefixReuse:
     # was bound to the models; None: a lane to skip
     lanes: Callable[[], Sequence[Lane | None]]
     reach: int  # the largest number of tokens that a round adds to a lane
-    keys: Sequence[int]  # cache keys of the tokens of a prompt with images
+    keys: Sequence[int]  # replace the prompt's ids in `cache`; empty: no images
     head: Callable[[], Any]  # returns `OpenDrafter.prefix_head`
     kept_head: int | None  # the head's index in `cache`; None: no rows are kept
     ends: Collection[int]  # the ids of tokens that end a turn
@@ -75,7 +75,7 @@ class PrefixReuse:
     ) -> None:
         """Take the restore points that are due, inside of the context `caches()`.
 
-        Rows of a batch need the context: their caches are in a shared lane.
+        Requests in a batch need the context: their caches are in a shared lane.
         """
         due = [
             (lane.points, lane)

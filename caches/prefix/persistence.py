@@ -41,7 +41,7 @@ class Persistence:
         self._writer: threading.Thread | None = None
         self._again = self._failed = False
         self._since = 0.0  # the latest use among the nodes that the writer has seen
-        self._noted: dict[str, float] = {}  # by file name, when last touched
+        self._noted: dict[str, float] = {}  # file name -> the time of use that it has
         folder.serve(roles[0].mark)
         # By the hash of all tokens up to a node: the node, and the digest object.
         start = folder.digest([])

@@ -6,9 +6,9 @@ Parts are found by the calls of one forward (`trace`), not by their names:
                  layer before it; the final norm is called with the last result
     norm         the last call, after the layers, of a module whose parameters are
                  vectors of the hidden size. It counts as not found unless a module
-                 around it returns its result or the head takes its result. If no module
-                 with such parameters is called, the norm is the trunk's operations
-                 after the last layer, such as a norm without weights
+                 around it returns its result, or a module turns its result into logits.
+                 If no module with such parameters is called, the norm is the trunk's
+                 operations after the last layer, such as a norm without weights
     trunk        the outermost module, except the model, that returns the result of the
                  final norm. If the norm is no module: the module that runs the layers.
                  In both cases, all operations after the norm are the head

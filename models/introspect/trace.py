@@ -2,7 +2,7 @@
 
 Arrays are compared as objects. The forward is built and not evaluated, so it takes
 milliseconds for a large model. Only two kinds of arrays are computed: those that the
-model itself evaluates, and those that its forward assigns in place of weights.
+model itself evaluates, and new ones that it holds afterwards.
 """
 
 from collections.abc import Iterable

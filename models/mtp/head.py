@@ -91,7 +91,7 @@ class MtpHead(nn.Module):
         self.depth = len(layers) if chained else depth
 
     def assume(self, convention: MtpConvention) -> None:
-        """Use another convention from now on; the weights of norms stay as they are."""
+        """Use another convention from now on, without changing the weights of norms."""
         self.convention = convention
         for layer in self.layers:
             layer.order = convention.order
@@ -125,7 +125,7 @@ class Mtp(HeadOnTarget):
 
     @property
     def reads_output(self) -> bool:
-        """Return whether a layer makes its logits with the target's output layer."""
+        """Return whether a layer makes its logits with `ends`."""
         return None in self._outputs
 
     def take_output(self, output: nn.Module) -> None:

@@ -33,7 +33,7 @@ _ANYRES: dict[str, Any] = {
 
 
 def tokens(*names: str, **special: str) -> Any:
-    """Return transformers' tokenizer of bytes, and of `names` from 256 on."""
+    """Return a transformers tokenizer: ids below 256 are bytes, then come `names`."""
     inner = tokenizer(names)._tokenizer
     inner.add_special_tokens(
         {"additional_special_tokens": list(names), "pad_token": names[-1], **special}

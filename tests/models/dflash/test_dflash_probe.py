@@ -81,7 +81,7 @@ def test_a_guess_is_said_to_who_loads_the_drafter(tmp_path: Path) -> None:
     assert notice == str(said[0].message)
     target = save_tiny(tmp_path / "target")
     resolve = partial(pair._resolved, target, model, byte_tokenizer(), False)
-    kind = "of kind 'dflash', with the target's token ids"
+    kind = "of kind 'dflash'; shares the target's token ids"
     assert pair._folder(str(folder), resolve) == f"{kind}. {notice}"
     (target / "speculation.json").write_text('{"draft": "../d"}', encoding="utf-8")
     auto = pair._auto(target, resolve)

@@ -14,7 +14,7 @@ from support.references.blocks.primitives import Array
 from support.references.mtp.base import Family, Ids, MtpRows, rows
 from support.references.mtp.folders import MtpFolder, write_mtp_folder
 
-# More slots than the windows of 4, and more than the 4 keys that indexers choose.
+# The number of states: windows see 4 of them, and indexers choose 4.
 SLOTS = 11
 TOLERANCE = 1e-4
 

@@ -54,8 +54,8 @@ class CompareOptions:
         """Return the prompt; refuse --tokens below the number of tokens of a draft."""
         if self.tokens < self.rows:
             raise InvalidRequestError(
-                f"--tokens is {self.tokens} and --rows {self.rows}, but a text must "
-                f"be as long as a draft. Give --tokens {self.rows} or more."
+                f"--tokens is {self.tokens}, but a draft has {self.rows} tokens "
+                f"(--rows). Give --tokens {self.rows} or more."
             )
         if self.prompt is None:
             return demo_prompts()[0].text
@@ -72,7 +72,7 @@ def check(
 
     Drafts of the model's own text, with a wrong token in each, are verified at once and
     token by token. Unless --draft is none, texts with and without it are compared too.
-    The last line is the result; the status is 1 if choices or texts really differ.
+    The last line is the result; the status is 1 if a difference is no near-tie.
 
     With --exact N, only exact mode is checked: whether the bits of a token's logits
     depend on its place in a forward of N tokens, and how long such a forward takes. If
@@ -142,7 +142,7 @@ def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
 
     generator = open_pair(replace(pair, draft=None, draft_length=None, exact=0), screen)
     model, shape = generator.model, FixedShape(pair.exact)
-    with wired(model), screen.progress("feeding rows both ways") as report:
+    with wired(model), screen.progress("checking exact mode") as report:
         value = check_exact(model, shape, context, report=report)
     save_verdict(model, shape, value)
     plain, exact = value.plain_seconds * 1e3, value.exact_seconds * 1e3

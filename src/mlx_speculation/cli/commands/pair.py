@@ -130,7 +130,7 @@ def _folder(draft: str, resolve: Resolve) -> str:
     result = resolve(draft)
     kind = None if result.draft is None else result.draft.kind
     return ". ".join(
-        [f"of kind {kind!r}, with the target's token ids", *result.notices]
+        [f"of kind {kind!r}; shares the target's token ids", *result.notices]
     )
 
 

@@ -1,4 +1,4 @@
-"""Faces: each formats requests, answers and events of one API."""
+"""Faces: each reads requests of one API, and formats its answers and events."""
 
 import json
 from collections.abc import Iterable, Sequence
