@@ -101,7 +101,7 @@ class SpeculativeGenerator:
             ModelFolderError: a folder is not a model, or has no complete head, or its
                 speculation.json is wrong.
             ConventionError: the head fits the target under no known convention.
-            UnsupportedModelError: heads of the target's family are not known.
+            UnsupportedModelError: the named head does not support the target.
             TokenizerMismatchError: target and draft do not share their token ids.
         """
         options["draft"] = find_draft(
@@ -196,7 +196,7 @@ class SpeculativeGenerator:
         """Measure the costs of rounds on this machine, and store them in a file.
 
         72 rounds run for each context; `round_parts` has the parts of their time. On
-        one rank and without exact mode, 26 more rounds find how many layers a forward
+        one rank and without exact mode, 26 more in all find how many layers a forward
         should submit at once. Without calibration, the first streams measure the costs.
 
         `contexts` are numbers of tokens in the caches. Costs are taken as equal up to

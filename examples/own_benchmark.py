@@ -1,4 +1,4 @@
-"""Compares drafts with plain decoding, for your pair and prompts on this machine.
+"""Compares drafts with plain decoding on this machine; put in your pair and prompts.
 
 Plain and drafted generation take turns, so that a busy machine slows both.
 `mlx-speculation benchmark` and scripts/spec_bench.py measure mlx-lm's own loop too.

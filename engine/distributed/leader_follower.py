@@ -2,13 +2,13 @@
 
     decision       the leader, rank 0           a follower
     draft length   plans it and sends it        receives it
-    draft          drafts, sends the length,    receives the length, and the tokens in
-                   and the tokens in the graph  the graph
+    draft          drafts, and sends the        receives them
+                   length and the tokens
     verify         decides, and sends tokens    receives them
-                   and the accepted number in
-                   the graph, in one array
+                   and the accepted number
 
-Arrays sent in the graph are not evaluated before they are sent.
+Tokens and accepted numbers are sent by operations on lazy arrays, before these are
+evaluated.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,11 +55,11 @@ class RankedDrafter(WrappedDrafter):
     """The leader's drafter, on every rank; a follower passes None for `inner`."""
 
     def __init__(self, session: RankSession, inner: OpenDrafter | None) -> None:
-        super().__init__(inner or OpenDrafter())  # `inner` has a guard
+        super().__init__(inner or OpenDrafter())
         self._session = session
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Return the leader's draft, unevaluated; followers get no probabilities."""
+        """Return the leader's draft; followers get no probabilities."""
         draft = None
         if self._session.leads:
             with self._session.leaving("draft"):
@@ -161,7 +161,7 @@ def on_ranks(request: Request, session: RankSession) -> Request:
 def never_called(chooser: Chooser) -> Sampling:
     """Return a follower's sampling options, without the user's logits processors.
 
-    If the leader verifies row by row, so does the follower.
+    If the leader has to verify row by row, an idle processor makes the follower do so.
     """
     serial = not chooser.processors.parallel
     return replace(chooser.sampling, logits_processors=(_idle,) if serial else ())

@@ -61,7 +61,7 @@ class RingWatch:
     def lost(self, wait: float = 0.0) -> list[int]:
         """Return the lost neighbours; wait up to `wait` seconds for a loss.
 
-        All calls after a loss return the ranks of that loss, which causes later losses.
+        The first loss causes the others, so all later calls return its ranks.
         """
         until = time.monotonic() + wait
         while self._ranks:

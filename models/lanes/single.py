@@ -250,7 +250,7 @@ class LaneRound(RequestRound):
         self._again: list[Speculation] = []
         # Not a method of this object: the reference cycle would keep old states alive.
         rerun = None if whole else partial(_feed_again, lane, self._fed, self._again)
-        if lane.shape is not None:  # padding is written, not kept
+        if lane.shape is not None:  # not whole, since padding is not kept
             self._whole = whole = False
             if lane.quantization is not None:  # all rows have to see quantized keys
                 lane.quantization.replace(lane.caches)

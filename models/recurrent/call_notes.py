@@ -1,7 +1,7 @@
 """Hook classes of mixers and their parts, which record notes of calls.
 
-Notes are arguments and results of the calls inside of one call of one mixer. Parts find
-the notes in a context variable. Outside of a recorded call there are no notes.
+Notes are arguments and results of what a mixer calls, in one call of the mixer. Parts
+find the notes in a context variable. Outside of a recorded call there are no notes.
 
 Nothing in mlx-lm is patched. If a method of a mixer calls a scan by a global name, the
 hooked class has a copy of the method with other globals, in which the name is a

@@ -1,4 +1,4 @@
-"""Replay: the state after a prefix, from notes of the calls inside of a mixer's call.
+"""Replay: the state after a prefix, from notes of what the mixer called.
 
 A mixer that runs again over its inputs reads the weights of its projections again.
 These are most of the weights that a decode step reads. But the states follow from less:

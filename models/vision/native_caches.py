@@ -36,8 +36,8 @@ def _native(place: int, cache: Any) -> Any:
     if kind.__module__ != HOME or kind.__name__ not in CACHES:
         raise UnsupportedCacheError(
             f"The cache of layer {place} is a {kind.__module__}.{kind.__name__}, which "
-            "cannot be rolled back; those of mlx-vlm that can are "
-            f"{', '.join(CACHES)}. Take a model with these."
+            "cannot be rolled back. Take a model whose caches are of these classes of "
+            f"mlx-vlm: {', '.join(CACHES)}."
         )
     if source_digest(HOME, kind.__name__) != CACHES[kind.__name__]:
         raise UnsupportedCacheError(

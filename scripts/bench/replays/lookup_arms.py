@@ -52,7 +52,7 @@ class Tally:
     seconds: list[float] = field(default_factory=list)  # of each proposal
 
     def speed(self, cost: float) -> float:
-        """Return tokens in the time of a plain step; `cost` is of one drafted token."""
+        """Return tokens per plain step's time; a drafted token costs `cost` of it."""
         return self.tokens / (self.rounds + cost * self.drafted)
 
 
@@ -115,7 +115,7 @@ class Ours(Arm):
 
 
 def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -> str:
-    """Return a line with the states walked and tokens copied in a call: mean, most."""
+    """Describe how many states `propose` walks, and how many tokens it copies."""
     now = [0, 0]
     calls: list[tuple[int, int]] = []
 
@@ -253,8 +253,8 @@ class SuffixTree:
         while state > 0:
             shorter = self._length[self._link[state]]
             path = self._path(state, limit)
-            # All matches of a state have the same continuation. A match and its draft
-            # together have at most `DEPTH` tokens.
+            # All matches of a state have the same continuation. A match with its draft
+            # has at most `DEPTH` tokens, so a shorter match can allow a longer draft.
             for length in {matched, max(shorter + 1, min(matched, DEPTH - limit))}:
                 count = min(length, DEPTH - length)
                 score = sum(chance for _, chance in path[:count])

@@ -39,7 +39,7 @@ PAIRS = (
     ("hybrid-lookup", "hybrid-mtp"),
 )
 REQUESTS = (50, 100, 300)
-QUICK = (0, ("cpu", "h100"))  # test_rule_machines.py has machines of any kind
+QUICK = (0, ("cpu", "h100"))  # for other machines see test_rule_machines.py
 LEAST_PLAIN = 0.97
 # Least speed for all pairs together, relative to the best fixed lengths.
 LEAST_SUM = 0.97

@@ -25,7 +25,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 TOKENS = 40
 _no_choice: Any = None  # lookups do not choose
-# It holds no tokens, so a step is in flight only if the sequence has none either.
+# A step is in flight if `LANE.seen`, which is 0, is the length of the sequence.
 LANE: Any = Lane(build("llama"))
 
 

@@ -100,7 +100,7 @@ class Batch(Counting):
             for row, length in zip(rows, prompts, strict=True):
                 self.feed(row, [self.fresh(row, length)], length)
             return self.kind.merge([batch_copy(row.twin) for row in rows]), rows
-        if longest == 1:  # mlx-lm's rings refuse a right-padded write of one column
+        if longest == 1:  # rotating caches refuse a right-padded write of one column
             how = "left"
         gaps = [longest - length for length in prompts]
         written = []

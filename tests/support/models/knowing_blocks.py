@@ -1,9 +1,8 @@
 """A block drafter with fitted weights, which predicts the text of its target.
 
-The target has no attention, so its next token depends on the last token alone. The
-first row that drafts attends to the position before the block. The target's states
-there determine the block's first token, which is known, and the token after it, which
-the row drafts.
+The target has no attention: each token determines the next one. The first row that
+drafts attends to the target's states at the position before the block. The token there
+determines the block's first token, which determines the token that the row drafts.
 """
 
 import json

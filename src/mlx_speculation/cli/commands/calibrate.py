@@ -81,7 +81,7 @@ def _measured(
                 batch, contexts=contexts, progress=report
             )
     except KeyboardInterrupt:
-        screen.say("What was not measured to its end is not kept.")
+        screen.say("Unfinished measurements are not kept.")
         raise
 
 

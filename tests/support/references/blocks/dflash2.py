@@ -91,7 +91,7 @@ def slot_states(
     table: Array,
     anchor: int,
 ) -> Array:
-    """The normed rows of the masks: [S, H]."""
+    """The normed rows of the mask tokens: [S, H]."""
     body = body_of(tensors, config)
     slots = int(option(config, "block_size")) - 1
     mask = int(option(config, "mask_token_id"))

@@ -98,7 +98,7 @@ def anchor_samples(config: Config) -> bool:
 
 
 def _block_rows(config: Config, table: Array, anchor: int, rows: int) -> Array:
-    """Embeddings [rows, H] of the anchor and the masks."""
+    """Embeddings [rows, H] of the anchor and the mask tokens."""
     mask = int(option(config, "mask_token_id"))
     return np.asarray(table[[anchor] + [mask] * (rows - 1)], dtype=np.float64)
 

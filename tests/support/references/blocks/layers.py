@@ -171,7 +171,7 @@ def run_block(
 
     Args:
         context: [n, H], `rms(fc(taps), hidden_norm)`.
-        block: [rows, H], embeddings of the anchor and the masks.
+        block: [rows, H], embeddings of the anchor and the mask tokens.
         positions: [n], ascending; the block follows the last position.
         around: Called with a name, the normed rows and attention or the MLP.
     """
