@@ -170,7 +170,7 @@ class OtherPrograms:
     def _sample(self) -> tuple[float, float, float] | None:
         """Return seconds: the clock, all cores' busy time, this process's CPU time."""
         try:
-            # In ticks: user, nice, system, idle, waiting for a disk, interrupts of 2 kinds
+            # In ticks: user, nice, system, idle, waiting for a disk, two of interrupts
             numbers = [
                 int(each) for each in _STAT.read_text().split("\n")[0].split()[1:8]
             ]
