@@ -127,11 +127,11 @@ class Case:
         while stats.rounds < WARM_UP:
             next(stream)
         before = replace(stats)
-        mx.synchronize()
+        mx.synchronize()  # the step in flight is not timed
         started = clock()
         while stats.rounds < before.rounds + rounds:
             next(stream)
-        mx.synchronize()  # times the step in flight; the one at the start was not timed
+        mx.synchronize()  # the step now in flight is timed instead
         seconds = clock() - started
         done, drafts = stats.rounds - before.rounds, stats.drafts - before.drafts
         drafted = stats.drafted - before.drafted

@@ -38,7 +38,7 @@ def check_like(
 
 
 def _pairs(saved: Sequence[Any], caches: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield every leaf cache of the file, without `CacheList`s, with its live cache."""
+    """Yield each cache, or each member of a `CacheList`, with its live counterpart."""
     need(
         len(saved) == len(caches),
         f"it holds {len(saved)} caches in a list, but the live list has {len(caches)}",
@@ -56,7 +56,7 @@ def _pairs(saved: Sequence[Any], caches: Sequence[Any]) -> Iterator[tuple[Any, A
 
 
 def _check_fits(leaf: Any, live: Any, *, cast: bool) -> None:
-    """Refuse a leaf unless it has the kind, settings, dtypes and shapes of `live`."""
+    """Raise `FlawError` if a leaf's kind, settings, dtypes or shapes do not fit."""
     present = as_saved(live)
     there, here = type(leaf).__name__, type(present).__name__
     need(there == here, f"the file has a {there}, and the live cache is a {here}")

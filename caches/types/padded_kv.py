@@ -48,8 +48,8 @@ class KeySteps:
     __slots__ = ("ends",)
 
     def __init__(self) -> None:
-        # By the size of a cache's window (None: a `KVCache`), its offset once the rows
-        # of its last mask are written; no entry if that mask is not padded.
+        # By window size (None: a `KVCache`): the offset at which the rows of the last
+        # mask end; no entry if that mask is not padded.
         self.ends: dict[int | None, int] = {}
 
 

@@ -69,7 +69,7 @@ class BatchRequest:
     request: Request = field(init=False)
     policy: DraftLengthPolicy = field(init=False)  # used when it runs alone
     planner: Any = field(init=False)  # plans its drafts in a batch
-    # The drafter, if a rule chooses among its proposals
+    # `policy.drafter` of a `RuleDraftLength`; None: another policy
     ruled: RuledDrafter | None = field(init=False)
     # The drafter; of a cascade, the member that requests can share
     drafter: OpenDrafter = field(init=False)
@@ -141,7 +141,7 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         "it writes to caches of the caller's": any(c is not None for c in passed),
         "its rounds are to be explained": bool(options.get("explain")),
         "quantization of its caches begins after the prompt": _quantized_later(stream),
-        # mlx-lm gives such a row a state of zeros; not every model begins with zeros.
+        # mlx-lm replaces a missing state by zeros; not every model begins with zeros.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),
     }

@@ -90,13 +90,12 @@ class DFlashDraft(HeadDraft):
                 first layer) or "tuple" (0 is the embedding); None: see `tokenizer`.
             anchor: the position that a row of a block predicts: its own ("given") or
                 the next one ("samples"); None: see `tokenizer`.
-            tokenizer: the target's tokenizer. If `layer_ids` or `anchor` is None, and
-                config.json does not give it either, the target generates about 64
-                tokens, and the drafter predicts them with each value of the missing
-                one. A value that is unusual for such drafters is taken only if it is
-                surely better; without a tokenizer, the usual value is taken. If
-                config.json lists no layers, the draft's `notice` names the layers that
-                are read.
+            tokenizer: the target's tokenizer, to find a `layer_ids` or `anchor` that is
+                None and not in config.json: the target generates about 64 tokens, and
+                the drafter predicts them with each possible value. An unusual value is
+                taken only if it is surely better; without a tokenizer, the usual value
+                is taken. If config.json lists no layers, the draft's `notice` names the
+                layers that are read.
 
         Raises:
             ModelFolderError: the folder holds no such drafter, or only a part of one.
@@ -159,7 +158,7 @@ class DSparkDraft(DFlashDraft):
         return DSpark(self.head, self.taps, layers)
 
     def check_ids(self, highest: int) -> None:
-        """Refuse a drafter that lacks token ids; see `HeadDraft`."""
+        """Check the embeddings in the Markov head too; see `HeadDraft`."""
         super().check_ids(highest)
         if "markov_head" in self.head:
             check_embedding(self.head.markov_head.markov_w1, highest)

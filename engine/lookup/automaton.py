@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-BREAK = -1  # separates documents: no continuation has it, nor a match of token ids
+BREAK = -1  # separates documents; no token id equals it
 LONGEST_WALK = 32  # the most states whose end and count a new token changes
 LONGEST_FALL = 256  # the most links that a search follows for a token
 _NOTHING = -2  # the `_token` of a state without transitions; no id, and not BREAK
@@ -43,7 +43,7 @@ class SuffixAutomaton:
         # One value per state; 0 is the root.
         self._length = array("i", [0])
         self._link = array("i", [-1])
-        self._end = array("i", [0])  # of the latest one that a token follows; 0: none
+        self._end = array("i", [0])  # end of its latest occurrence before a token, or 0
         self._count = array("i", [0])  # occurrences that a token or BREAK follows
         # The first transition of each state, mostly the only one; others are in _more.
         self._token = array("i", [_NOTHING])
@@ -123,7 +123,7 @@ class SuffixAutomaton:
         return result
 
     def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield how often each token, and any token, followed `state` and those before.
+        """Yield how often each token came next, from `state` on, and how often any did.
 
         Both numbers are 0 from the first token on that never followed.
         """

@@ -28,8 +28,8 @@ class GeneratorOptions:
         draft: an mlx-lm model with the same token ids; the path or repository of a
             model or head; "mtp" for the head in the target's folder, "lookup", "auto";
             a draft such as `MtpDraft`, `LookupDraft` or `CascadeDraft`; a `Drafter` of
-            your own; or None for plain decoding. A draft loaded by name stays with the
-            target, for later generators with this name, until another is loaded.
+            your own; or None for plain decoding. The target keeps the last draft that
+            was loaded by name, for later generators with the same `draft`.
         draft_length: tokens drafted in a round; 0 is plain decoding. None: chosen from
             measured round costs and acceptance, see `calibrate`. The text of a seed
             then depends on timing under rules other than "keyed".
@@ -55,8 +55,9 @@ class GeneratorOptions:
         group: the ranks of `mx.distributed` over which the target is sharded. Every
             rank makes the generator and the streams, with the same options, and gets
             the same chunks. Only rank 0 drafts. None: the target is not sharded.
-        exact: pad every forward to this many tokens (True: 8), so that no draft changes
-            a bit of a text. docs/exactness.md lists the costs and the refused options.
+        exact: pad every forward of the target to this many tokens (True: 8), so that
+            rounding does not depend on the draft. docs/exactness.md lists the costs and
+            the refused options.
 
     Raises:
         InvalidRequestError: a value is out of range or of the wrong kind.
@@ -186,7 +187,7 @@ def _check_compile(compile_draft: Any) -> None:
 
 
 def _check_vocabulary(vocabulary: Any) -> None:
-    """Refuse texts other than "intersection"; ids are checked with the target."""
+    """Refuse a string other than "intersection"; token ids are not checked here."""
     if isinstance(vocabulary, str) and vocabulary != "intersection":
         raise InvalidRequestError(
             f"draft_vocabulary is {vocabulary!r}, and 'intersection', token ids or "

@@ -2,9 +2,9 @@
 
 The caches lack only the last known tokens of a request. The number of missing tokens,
 called the lag, is the same for all requests, so a forward needs no padding. After a
-round with a draft the lag is 2. If a request accepts all k tokens, its caches cannot
-hold more, since the last drafted token was not fed; if it accepts fewer, one row more
-is dropped than needed. So a draft's first forward feeds two tokens of each request.
+round with a draft the lag is 2: if all k tokens were accepted, the caches lack the last
+of them, which was not fed, and the bonus. If fewer were accepted, one valid row is
+dropped too. So a draft's first forward feeds two tokens of each request.
 
     known before   t0 t1 t2 t3              held t0 t1, lag 2, k = 3
     fed            t2 t3 | d1 | d2          d3 is chosen last and not fed
@@ -75,8 +75,8 @@ class SharedModel(SharedDrafter):
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
         """Let requests that may draft join the lane, without their last two tokens.
 
-        A call reads at most `prefill_step` of their tokens, and as many of those that
-        rounds without drafts have added. A request drafts after its tokens are read.
+        A call reads at most `prefill_step` tokens of all that join. A request joins
+        after its tokens are read.
         """
         with self._disabling("begin", requests):
             self._take_in(requests, limits)

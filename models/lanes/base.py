@@ -8,8 +8,9 @@
     lane.leave(stay)
     lane.extract(place)
 
-A lane of one request becomes a batch when others join, and stays a batch until it is
-empty. Requests have places, 0 to n - 1, in the order in which they joined.
+`join` of a lane of one request returns a new lane, a batch. A batch with one request
+left is still a batch. Requests have places, 0 to n - 1, in the order in which they
+joined.
 """
 
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ class RequestLane(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Rows, with padding, of a forward over several positions; None: `requests`."""
+        """Number of rows of a padded forward of several positions; None: no padding."""
         return None
 
     def met_new_shapes(self) -> bool:

@@ -76,7 +76,7 @@ class BatchLane(RequestLane):
 
     @property
     def size(self) -> int | None:
-        """Number of rows in a round of several positions; None: `requests` rows."""
+        """Number of rows of a padded forward of several positions; None: no padding."""
         return self._sizes.of(self.requests) if self._in_sizes else None
 
     def join(self, lanes: Sequence[RequestLane]) -> "BatchLane":

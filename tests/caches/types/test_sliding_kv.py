@@ -138,7 +138,7 @@ def test_it_is_what_models_expect() -> None:
 
 
 def test_a_round_can_be_taken_back_after_a_later_one_moved_the_window() -> None:
-    """In plain decoding a step is committed, the next fails, and both are undone."""
+    """Plain decoding undoes a committed step if the step after it fails."""
     cache = fed(SlidingKVCache(4, 2), [5])
     first, second = Speculation([cache]), None
     write(first.caches[0], 1, serial=500)

@@ -52,7 +52,7 @@ def test_a_plain_drafter_of_blocks_is_no_eagle_head(
     names = tensor_names(write_dflash(tmp_path, variant))
     for claimed in ("dflash", "eagle", "model"):
         assert kind_by_tensors(names, claimed) == "dflash"
-    # The claim of config.json stands. For DFlash2 tensors lack, as its loader says.
+    # The claim of config.json stands; the loader of DFlash2 refuses these tensors.
     assert kind_by_tensors(names, "dspark") == "dspark"
     assert kind_by_tensors(names, "dflash2") == "dflash2"
 

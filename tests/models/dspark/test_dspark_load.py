@@ -36,7 +36,6 @@ def test_every_packaging_is_read(name: str, tmp_path: Path) -> None:
 
 
 def test_the_form_of_the_targets_rope_is_kept(tmp_path: Path) -> None:
-    """The packaging "qwen3.5" rotates half of each attention head, the others all."""
     model = build("llama", layers=4)
     plain = load_dspark(write_block(tmp_path / "1", "deepspec"), model).head
     half_rotated = load_dspark(write_block(tmp_path / "2", "qwen3.5"), model).head

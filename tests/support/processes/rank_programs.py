@@ -351,7 +351,7 @@ def endless(deed: str, who: str) -> dict[str, Any]:
     except RankLostError as error:
         lost = time.time()
         again = ""
-        if "has left the stream" not in str(error):  # else the group is still usable
+        if "has left the stream" not in str(error):  # if it has, the group is usable
             again = raised(lambda: made.generate(prompt_of(PROMPT)))
         return {"raised": str(error), "at": lost, "again": again}
     except ValueError as error:
