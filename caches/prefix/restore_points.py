@@ -54,8 +54,8 @@ class RunningPoints:
     def thin_out(self) -> None:
         """Drop the point that leaves the smallest gap, but not the first or the newest.
 
-        Resuming from the first point needs the fewest KV rows, and the newest is
-        nearest to the end of the text. Of fewer than three, the newest is dropped.
+        The first point needs the fewest stored KV rows, and the newest is nearest to
+        the end of the text. Of fewer than three, the newest is dropped.
         """
         places = [point.stop for point in self.taken]
         around = zip(places, places[2:], strict=False)

@@ -57,8 +57,7 @@ class RoundCosts:
         self, measured: CostTable | None = None, kept: CostTable | None = None
     ) -> None:
         self.reading = 0.0  # seconds of reading a prompt token; 0: not known
-        # Of an earlier process or another batch; `curve` uses only its ratios
-        self.kept = dict(kept or {})
+        self.kept = dict(kept or {})  # of an earlier process, or another batch size
         # Tables by bucket and length. Threads share them, so loops run over copies
         self._samples: dict[tuple[int, int], deque[float]] = {}  # of the last rounds
         self._medians: CostTable = {}  # of these rounds
@@ -112,8 +111,9 @@ class RoundCosts:
     def curve(self, context: int, longest: int, plain: float) -> list[float]:
         """Return the seconds of rounds with 0 to `longest` drafted tokens.
 
-        Beyond the longest measured draft, costs grow like the kept ones, or like those
-        of the nearest bucket. A plain step that was not measured takes `plain` seconds.
+        Beyond the longest measured draft, costs grow in proportion to the bucket's kept
+        ones. If it has none, and at most one measured length, the nearest bucket's
+        costs replace them. A plain step that was not measured takes `plain` seconds.
         """
         bucket = bucket_of(context)
         medians, shape = self._medians.get(bucket, {}), self.kept.get(bucket)
@@ -135,7 +135,7 @@ class RoundCosts:
 class Source:
     """A source of drafts for one target: costs of its rounds, and its acceptance."""
 
-    costs: RoundCosts = field(default_factory=RoundCosts)  # which streams measure
+    costs: RoundCosts = field(default_factory=RoundCosts)
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)  # by position
     free: bool = False  # its proposals cost nothing, and come before others
     name: str = "draft"  # the kind of its drafts
@@ -147,7 +147,7 @@ class Source:
     def read(
         cls, key: dict[str, Any] | None, *, free: bool = False, name: str = "draft"
     ) -> "Source":
-        """Return a source with the costs stored under `key`; a key None stores none."""
+        """Return a source with the costs stored under `key`; None: none are stored."""
         key = key and {"machine": machine(), **key}
         lost = "The cost of rounds is measured again."
         file = MeasuredFile("costs", _VERSION, key, lost)

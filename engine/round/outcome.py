@@ -73,7 +73,7 @@ Read = RoundOutcome | Exception  # the outcome of one request, or its error
 class Pending:
     """A submitted forward of the target whose result is not read yet."""
 
-    lane_round: RequestRound  # the transaction; that of a plain step is committed
+    lane_round: RequestRound  # the transaction; already committed for a plain step
     fed: int  # how many known tokens of each request were fed before the draft
     logits: mx.array | None  # None: submitted together with `decided`
     decided: Decided

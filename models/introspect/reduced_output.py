@@ -42,7 +42,7 @@ class ReducedOutput(Observer):
 
     Raises:
         UnsupportedModelError: the output layer was not found or is of an unknown kind,
-            or its rows are not the logits of their ids.
+            or the model's logits of `ids` are not the same without the other ids.
     """
 
     def __init__(self, parts: Parts, ids: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class ReducedOutput(Observer):
         expected = whole[..., self.ids]
         bound = _TOLERANCE * mx.maximum(mx.abs(expected).max(), 1e-6)
         if not (mx.abs(some - expected) <= bound).all():
-            raise _refused(parts, "the rows of its output layer are not the logits.")
+            raise _refused(parts, "they would have other values.")
 
     @staticmethod
     def _trial(parts: Parts) -> mx.array:

@@ -1,4 +1,4 @@
-"""Arms that take turns, and ratios of their times.
+"""Runs arms, the variants to compare, in turns; takes ratios of their times.
 
 The speed of a shared machine drifts: successive runs differ by more than the arms do.
 So all arms run in each turn, in changing order, and ratios are taken within a turn.

@@ -47,7 +47,7 @@ TRACED = (
     tree_view.__file__,
 )
 
-PROBES = (2, 6)  # rows of the writes by which `content` reads a cache
+PROBES = (2, 6)  # how many rows `content` writes to a copy of the cache
 PROMPT = [(37 * i * i + 11 * i) % 256 for i in range(20)]
 (COMPRESSING, *_) = attentions()
 

@@ -25,7 +25,7 @@ pytestmark = WITHOUT_MLX_VLM
 
 QUANTIZED = sorted(name for name, family in SERVED.items() if family.quantizes)
 
-# Heads of 32 numbers, the smallest that can be quantized
+# Attention heads of size 32, the smallest that can be quantized
 _FEW: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 _HEAD: dict[str, Any] = {"head_dim": 32}
 _MROPE: dict[str, Any] = {

@@ -307,7 +307,7 @@ def test_more_connections_than_may_be_are_turned_away() -> None:
     ],
 )
 def test_a_key_is_the_whole_key(shown: str | None, status: int) -> None:
-    # Servers read headers as Latin-1.
+    # The client sends UTF-8; the server reads Latin-1.
     raw = [] if shown is None else [(b"authorization", shown.encode())]
     made = Settings(names=(NAME,), api_key="sésame")
     headers = Headers(raw=raw)
@@ -466,7 +466,7 @@ def test_an_engine_that_hangs_is_not_waited_for(
 def test_an_engine_has_ended_when_the_thread_of_the_system_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`stop` waits for the system's thread: else the process could abort at its end."""
+    """`stop` waits until /proc has no such thread: an exit before could abort."""
     paths: list[str] = []
 
     class Task:

@@ -92,12 +92,12 @@ class KnowingMtp:
     head: KnowingHead = field(default_factory=KnowingHead)
     wrong: Callable[[int], bool] = lambda position: position % 7 == 3
     fed: list[tuple[str, int, int]] = field(default_factory=list)  # method, rows, slots
-    chains: int = 0  # number of drafts; all rows of a batch share one draft
+    chains: int = 0  # number of drafts; one for all rows of a batch counts once
     unknown: int = 0  # number of rows of these drafts whose first slot is in no text
 
     def rows(self, *args: Any) -> HeadOutput:
-        """Raise: no caller needs all rows of a head with one layer."""
-        raise AssertionError("all rows were asked for")
+        """Raise: callers of a head with one layer need only its last position."""
+        raise AssertionError("all positions were asked for")
 
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0

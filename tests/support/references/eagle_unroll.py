@@ -28,8 +28,8 @@ def depth_loss(
 ) -> tuple[Tensor, int]:
     """Return the summed loss over the slots, and the number of slots that enter it.
 
-    A slot is a position to draft from. It enters the loss if `counts` has the token
-    drafted at `depth`, and the head has a column for the target's choice.
+    A slot is a position to draft from. It enters the loss if `counts` is true for the
+    token drafted at `depth`, and the head has a column for the target's choice.
 
     Args:
         features: the outputs of the tapped layers, each [positions, Ht].

@@ -232,7 +232,7 @@ def _lengths(given: int | None, others: Sequence[int]) -> list[int | None]:
 def _prompts(
     tokenizer: Any, template: TemplateOptions, given: Sequence[str], *, chat: bool
 ) -> list[list[int]]:
-    """Return the ids of the given or bundled prompts; with `chat`, as messages."""
+    """Return the ids of given or bundled prompts, rendered as messages if `chat`."""
     bundled = chat_prompts() if chat else reversed(one_prompt_per_group())
     texts = given or [each.text for each in bundled]
     if chat:
@@ -289,7 +289,7 @@ def _result(arms: Sequence[Arm], same: bool) -> str:
 
 
 def _object(arm: Arm, plain: Arm) -> dict[str, Any]:
-    """Return the figures of an arm; its counts include no times and no speeds."""
+    """Return the figures of an arm; `statistics` leaves out times and speeds."""
     counts = None
     if arm.totals is not None:
         every = as_object(arm.totals).items()

@@ -30,7 +30,7 @@ POLL_SECONDS = 0.05
 START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
 # Seconds that each mask adds to the time that all masks of a text may take.
 STEP_SECONDS = 0.02
-# Seconds after its time limit at which the server ends a child that has not ended.
+# Seconds that a child may outlive its time limit before the server ends it.
 OVERDUE_SECONDS = 1.0
 FIELD = "response_format"
 CLOSING = "The server is shutting down."
@@ -179,7 +179,7 @@ class SchemaCompilers:
             template = self._template
             if template is None or template.process.poll() is not None:
                 if template is not None:
-                    LOG.error("the process that schemas are compiled from was lost")
+                    LOG.error("the template process of the schema compilers has ended")
                     template.close()
                 limits = {**asdict(self._limits), "step_seconds": STEP_SECONDS}
                 vocabulary = llguidance.portable_vocabulary(tokenizer)
