@@ -40,7 +40,7 @@ from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
-# Called with the cache and `whole`; a few journals take `steps` or `shape` too.
+# Called with a cache and `whole`, perhaps also `steps`; or with a cache and `shape`.
 JOURNALS: dict[type, Callable[..., Journal]] = {
     KVCache: KVJournal,
     QuantizedKVCache: KVJournal,

@@ -172,8 +172,8 @@ class ModelRound:
 
         Args:
             accepted: how many drafted tokens of each request are accepted.
-            even: whether to drop one token more if not all are accepted, so that the
-                lane lacks two tokens of every request.
+            even: whether the lane shall lack two tokens of every request. Else it lacks
+                one, or two if all drafted tokens are accepted.
         """
         lag, fed = self._lag, self._fed
         self._round.commit([lag - even + min(n, fed + even) for n in accepted])
@@ -322,8 +322,8 @@ def _checked_lag(known: int | None, seen: int, start: int) -> int:
         return known
     raise InvalidRequestError(
         f"draft_cache holds {known} tokens and prompt_cache {start + seen}. Pass a "
-        "draft_cache that holds the same tokens or, with cached_tokens, only the first "
-        "of them."
+        "draft_cache that holds the same tokens or, with cached_tokens, a prefix of "
+        "them."
     )
 
 

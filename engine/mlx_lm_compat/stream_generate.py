@@ -7,9 +7,9 @@
         print(response.text, end="")
 
 The text is that of mlx-lm without a draft: greedy if there is no sampler, else drawn
-from the sampler's distribution. Options also work as in plain decoding, which differs
-from mlx-lm with a draft: `prefill_step_size` is 2048 by default, `max_kv_size` and
-`prompt_progress_callback` have an effect, and caches hold the last token too.
+from the sampler's distribution. Options, too, work as in mlx-lm without a draft:
+`prefill_step_size` is 2048 by default, `max_kv_size` and `prompt_progress_callback`
+have an effect, and caches hold the last token.
 
 The call checks all arguments; the model runs when the first response is read. An
 unknown keyword raises `TypeError`, and values that do not fit together raise
@@ -76,7 +76,7 @@ def stream_generate(
         tokenizer: its tokenizer.
         prompt: text or token ids, appended to the tokens in `prompt_cache`.
         max_tokens: at least 1; -1: no limit.
-        draft_model: see `draft` of `GeneratorOptions`; if loaded, kept for later calls.
+        draft_model: see `draft` of `GeneratorOptions`.
         stream: the stream that mlx works on; None: the default one.
         sampler: chooses tokens; None: greedy decoding.
         logits_processors: called as in plain decoding, see `Sampling`.

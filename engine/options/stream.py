@@ -27,10 +27,10 @@ class StreamOptions:
         prompt_cache: the caller's mlx-lm caches of the target. `prompt` continues the
             tokens that they hold. The stream writes to them.
         cached_tokens: the token ids that `prompt_cache` holds. None: penalties and
-            drafters do not see these tokens, and the position is the caches' offset, or
-            0 if no cache has one, as in a model with recurrent layers only.
-        draft_cache: caches of the draft model that hold all `cached_tokens`, or the
-            first of them.
+            drafters do not see these tokens, and the prompt begins at the caches'
+            offset, or at position 0 if no cache has one (recurrent layers only).
+        draft_cache: caches of the draft model that hold `cached_tokens` or a prefix of
+            them.
         logprobs: report the log-probability of each token and of this many most
             probable tokens; 0: of the token only; None: no report.
         constraint: a constraint on the generated text, like `json_schema(...)`. A text

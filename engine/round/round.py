@@ -1,9 +1,8 @@
 """One round of the requests of a lane, on token ids.
 
 A round with k = 0 or an empty draft is an ordinary decoding step. Steps are pipelined
-as in mlx-lm: the next step is submitted before the last token is read. If a drafter
-proposes tokens while a step is in flight, the forward over the draft is submitted after
-that step:
+as in mlx-lm: the next step is submitted before the last token is read. Rounds with a
+draft, without and with a step in flight:
 
     tokens t_0..t_n, the lane has seen t_0..t_{n-1}, k = 3
     fed       t_n  d_1  d_2  d_3
@@ -119,7 +118,7 @@ class Proposals:
                 drafter.settle(settled[place])
         if self.shared is not None:
             for place, draft in enumerate(self._together):
-                if draft is not drafts[place]:  # e.g. forced tokens were verified
+                if draft is not drafts[place]:  # another draft was verified
                     settled[place] = -1
             self.shared.settle(settled)
 
@@ -268,7 +267,7 @@ class Rounds:
         pending: Pending | None = None,
         drafts: Sequence[Proposal] = (),
     ) -> list[Read]:
-        """Return each outcome after its cut; decide sequential rows one by one."""
+        """Return each outcome after its cut; decide those of `pending.turns` here."""
         running, result = self.running, [*read]
         turns: dict[int, Turn] = {}
         for place, one in enumerate(read):

@@ -40,7 +40,7 @@ class FixedKeys:
     the offset are in use.
     """
 
-    # The room's attention serves a single token too: drafts need not round as mlx does.
+    # Lets `serves` in models/cpu/attention.py accept a single token.
     single_rows = True
 
     def __init__(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:

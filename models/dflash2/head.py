@@ -1,9 +1,9 @@
 """A DFlash2 drafter: DFlash with convolutions in its layers, and a selector.
 
     a = norm(x)
-    x = x + out(attention(in(a)))     a makes the kernels of in and out
+    x = x + out(attention(in(a)))     the kernels of `in` and `out` come from a
     b = norm(x)
-    x = x + out(mlp(in(b)))           b makes the kernels of this in and out
+    x = x + out(mlp(in(b)))           those of this `in` and `out` from b
 
     u = logits of norm(x), [drafted tokens, vocab];  C = the best few ids of each row
     score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p

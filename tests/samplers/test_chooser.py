@@ -59,11 +59,11 @@ def test_noise_depends_on_seed_position_and_id_alone(
     scattered=st.lists(st.integers(0, 300), min_size=1, max_size=3),
 )
 @settings(max_examples=25, deadline=None)
-@patch.object(noises, "BLOCK_VALUES", 2**12)  # 64 rows of 3 ids, 25 of 160, 1 of 4,200
+@patch.object(noises, "BLOCK_VALUES", 2**12)  # blocks of 64, 25 and 1 positions
 def test_noise_drawn_in_blocks_is_the_same_noise(
     width: int, blocks: list[tuple[int, int]], scattered: list[int]
 ) -> None:
-    """The positions of a call are in one block or in two; calls come in any order."""
+    """Calls read one block or two; long or scattered calls draw without blocks."""
     key = stream_key(5, CHOICE)
     noise = GumbelNoise(key, width)
     for positions in [*(range(a, a + n) for a, n in blocks), scattered]:

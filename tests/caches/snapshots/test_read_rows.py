@@ -73,7 +73,7 @@ def test_what_is_read_are_the_last_rows_before_a_position(
     if kind not in SLIDES:
         assert read == list(wanted)
         return
-    # The window is held, except the rows that the `left_out` last rows have replaced.
+    # The last WINDOW rows are held; `left_out` of them are not before `stop`.
     least = wanted[-max(1, WINDOW - left_out) :]
     assert read == list(wanted[-len(read) :])
     assert len(read) >= len(least) or read == list(wanted)

@@ -60,7 +60,7 @@ def check_texts(
 
 
 def check_several(each: list[Any], kinds: list[str]) -> None:
-    """Assert that on all ranks a stream writes the same text among others as alone."""
+    """Assert equal texts on all ranks, and for each stream alone and beside others."""
     said = each[0]
     assert each == [said] * len(each)
     counts = {name: len(texts) - 1 for name, texts in said.items()}

@@ -459,7 +459,7 @@ def code(tokens: int) -> list[int]:
     return ids
 
 
-@pytest.mark.slow  # the next tests load it too; the probe refuses one at chance
+@pytest.mark.slow  # the next test loads it too, which fails for an untrained one
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_trained_assistant_is_often_right(temperature: float) -> None:
     """The prompt is longer than the window, 96; of random drafts 2 % are accepted."""
