@@ -5,7 +5,7 @@ The keys of these entries begin with `PREFIX`:
     version       the version of this extension, "1"
     description   JSON: the tokens of each row; the number of the target's caches;
                   draft_seen, how many tokens of each row the drafter's caches hold;
-                  the window size of each `LayerCache`, by the cache's place
+                  the window size of each `LayerCache`, by its place in the file
     digest        SHA-256 of the header without this entry, and of the data
 
 mlx-lm treats the entries as user metadata.

@@ -14,7 +14,7 @@ from mlx_speculation.models import PrefillBudget
 class BatchQueue:
     """The requests of a batch, of which at most `most` run at once.
 
-    `waiting` is in the order of insertion, `running` in the order of responses.
+    `waiting` and `running` are in the order of insertion.
     `groups` maps each quantization of caches to its requests, which share forwards.
     `ready` holds responses for the next call of `BatchGenerator.next`.
     """
@@ -115,7 +115,7 @@ class BatchQueue:
         for key, rows in joining.items():
             try:
                 self.groups[key].join(rows)
-            except Exception as error:  # no request has joined
+            except Exception as error:  # none of `rows` has joined
                 for row in rows:
                     row.alone = f"its caches cannot be put beside others: {error}"
                     self._count_alone(row)

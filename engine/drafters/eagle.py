@@ -81,8 +81,8 @@ class EagleDraft(HeadDraft):
                 first layer) or "tuple" (0 is the embedding). None: the target generates
                 about 64 tokens, and the head predicts them with both ways to count. If
                 there is no list, the head predicts with a few sets of layers instead,
-                and the draft's `notice` says which set it reads. The usual way for the
-                list's key, or the usual set, is taken unless another is surely better.
+                and the draft's `notice` says which set it reads. The usual way or set
+                is taken unless another is surely better.
             tokenizer: the target's. If it is None, nothing is generated: without
                 `layer_ids`, the usual way or set is taken.
 

@@ -132,7 +132,7 @@ class SuffixAutomaton:
             if state < 0:
                 yield from [(0, 0)] * (len(tokens) - index)
                 return
-            # An occurrence at the end of the index has no successor and is not counted
+            # `_count` is 0 if the only occurrence ends the index
             count = max(1, self._count[state])
             yield count, max(total, count)
 

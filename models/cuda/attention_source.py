@@ -27,7 +27,7 @@ _ATTEND = """
         + (r % L) * q_strides[2] + (x % D) * q_strides[3]];
   }
   const float log2_scale = scale[0] * 1.4426950408889634f;
-  long long seen[2];  // the last key that a row sees, or the start of its mask
+  long long seen[2];  // the last visible key; for "bools" the row's offset in `mask`
   #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int p = min(tile * 16 + g + 8 * i, R - 1) % L;

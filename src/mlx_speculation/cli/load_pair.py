@@ -30,7 +30,7 @@ class CacheOptions:
         None, "Folder that keeps the cache for later processes. Default: none."
     )
     cache_disk_gigabytes: float = option(
-        20.0, "Size of the files in --cache-folder.", min=0.001, max=1e6
+        20.0, "Limit of all files in --cache-folder together.", min=0.001, max=1e6
     )
     no_replay: bool = option(False, NO_REPLAY)
 

@@ -29,7 +29,7 @@ class DemoPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A conversation; or the beginning of a text, as its only turn."""
+    """A conversation; or, as the only turn, the beginning of a text to continue."""
 
     name: str
     turns: Sequence[str]  # messages of the user

@@ -11,7 +11,7 @@ from mlx_speculation.engine.lookup.automaton import (
     SuffixAutomaton,
 )
 
-UNCUT = 10**6  # counts and ends are exact as long as no walk is cut
+UNCUT = 10**6  # a limit `walk` that is never reached: counts and ends are exact
 texts = st.integers(1, 4).flatmap(
     lambda ids: st.lists(
         st.integers(0, ids - 1) | st.just(BREAK) if ids > 1 else st.just(0), max_size=60
@@ -71,7 +71,7 @@ def compare(
     assert proposed[: len(latest)] == latest[: len(proposed)]
     (with_first, total), *_ = automaton.shares(state, proposed)
     assert total == occurrences(tokens, tail)
-    # An occurrence at the end of the index has no successor, and is not counted.
+    # If the only occurrence ends the index, `occurrences` does not count it.
     assert with_first == max(1, occurrences(tokens, [*tail, proposed[0]]))
 
 

@@ -70,7 +70,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]
         **_: bool,
     ) -> mx.array:
         seen.append("attention")
-        for array in (keys, values):  # the kernel reads a head in pieces of 16 bytes
+        for array in (keys, values):  # the layout that the kernel requires
             mx.eval(array)
             strides: Any = memoryview(cast(Any, array)).strides
             assert strides[-1] == array.itemsize

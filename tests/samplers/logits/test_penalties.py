@@ -109,7 +109,7 @@ def test_a_row_without_any_named_token_has_an_empty_window() -> None:
 def test_known_tokens_follow_a_text_that_grows_and_shrinks(
     steps: list[tuple[int, bool]],
 ) -> None:
-    """Another list of the same length counts as another text."""
+    """With `forget` the text is a new list, whose tokens are converted again."""
     known = KnownTokens()
     text: list[int] = []
     for amount, forget in steps:

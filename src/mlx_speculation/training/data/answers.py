@@ -8,9 +8,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-# Tokens of the longest answer before `stop` is called; fewer are not enough to evaluate
-# a draft.
-LEAST = 16
+LEAST = 16  # tokens of an answer; fewer are not enough to evaluate a draft
 
 
 def write_answers(

@@ -45,10 +45,10 @@ class Family:
     module: str  # the target's module in mlx_lm.models
     config: Config  # config.json of the target and its head
     names: Sequence[Names]  # by layer
-    # Runs one layer's block on [n, H]. If `plus_one`, its weights of norms are 1 + w.
+    # Runs one layer's block on [n, H]; if `plus_one`, norm weights are passed as 1 + w.
     block: Callable[["Family", Weights, int, Array], Array]
-    # Names and shapes of all tensors that are no copies. If a name has a #, its first
-    # number is a count and no part of the shape; # stands for each number below it.
+    # Names and shapes of all tensors that are no copies. {"x.#": (2, 8)} stands for
+    # x.0 and x.1, each of shape (8,).
     tensors: Mapping[str, Sequence[int]]
     layers: int = 1  # number of layers; layer k reads what layer k - 1 recycles
     used: int | None = None  # number of layers that are used; None: all
