@@ -56,7 +56,7 @@ class GeneratorConfig:
     prompts: Prompts
     ranked: RankedTarget | None  # None: the target is not sharded
     draft: Draft | None  # the draft of this rank; None: this rank drafts nothing
-    notices: tuple[str, ...]  # on how the draft was chosen, and when it pauses
+    notices: tuple[str, ...]  # on how the draft was chosen, and on its position table
     lengths: PolicyFactory
     options: GeneratorOptions  # as passed
     # The index, in the prefix cache, of the head whose rows it keeps; None: no head

@@ -40,7 +40,7 @@ def is_one_of(model: nn.Module, names: Collection[str]) -> bool:
 
 
 def takes_key_steps(model: nn.Module) -> bool:
-    """Return whether a model works with keys that are padded to whole steps."""
+    """Return whether a model was tested with padded keys (`key_steps`)."""
     return is_one_of(model, KEY_STEPS)
 
 

@@ -19,9 +19,9 @@ class ConcatenateJournal(KVJournal):
         if cache.offset != rows:
             raise UnsupportedCacheError(
                 f"A ConcatenateKVCache holds {rows} rows, but its offset is "
-                f"{cache.offset}: its trim() lowers the offset but keeps the rows. The "
-                "next write would come after these rows. Feed the kept tokens to a new "
-                "KVCache."
+                f"{cache.offset}: its trim() lowers the offset but keeps the rows, and "
+                f"the next write would come after them. Feed the first {cache.offset} "
+                "tokens to a new KVCache."
             )
         super().__init__(cache)
         self._before = (cache.keys, cache.values)

@@ -44,7 +44,7 @@ def checked_leaves(
     known: Callable[[Any], bool],  # whether a leaf is of a known kind
     can: str,  # for the message: what can be done with known kinds
     kinds: Iterable[str],  # for the message: the names of known kinds
-    whose: str = "The cache",  # for the message: the owner of the caches
+    whose: str = "The cache",  # for the message; or "The target's cache"
 ) -> list[tuple[str, Any]]:
     """Return every leaf with its place; refuse unknown kinds, and an object used twice.
 
@@ -68,8 +68,8 @@ def checked_leaves(
         places[id(leaf)] = place
     if not result:
         raise InvalidRequestError(
-            f"The list of caches holds {len(caches)} items, but no cache. Pass what "
-            "mlx_lm.models.cache.make_prompt_cache(model) returns."
+            f"There is no cache among the {len(caches)} items of the list of caches. "
+            "Pass what mlx_lm.models.cache.make_prompt_cache(model) returns."
         )
     return result
 
@@ -90,15 +90,15 @@ def check_single(caches: Sequence[Any]) -> None:
         several = type(leaf) is ArraysCache and leaf.batch_size > 1
         if several or is_batch(leaf):
             place = next(p for p, other in leaves(caches) if other is leaf)
-            content = f"{type(leaf).__name__} with {_rows(leaf)} rows"
+            content = f"{type(leaf).__name__} for a batch of {_size(leaf)}"
             raise UnsupportedCacheError(
-                f"The cache of layer {place} is a {content}, but only 1 sequence can "
-                "be decoded here. Pass cache.extract(row) of every layer, or run the "
-                "batch in its own Speculation, and commit one number for each row."
+                f"The cache of layer {place} is a {content}, and a cache for one "
+                "sequence is needed. Pass cache.extract(index) of every layer, or run "
+                "the batch in its own Speculation, and commit one number per sequence."
             )
 
 
-def _rows(leaf: Any) -> int:
+def _size(leaf: Any) -> int:
     return int(leaf.offset.shape[0] if is_batch(leaf) else leaf.batch_size)
 
 
@@ -109,14 +109,14 @@ def position(caches: Sequence[Any]) -> int | None:
     does not use stays at 0.
 
     Raises:
-        InvalidRequestError: a leaf is a batch cache, with a position for each row.
+        InvalidRequestError: a leaf is a batch cache, with an offset for each sequence.
     """
     offsets = [leaf.offset for leaf in flat(caches) if hasattr(leaf, "offset")]
     if mx.array in map(type, offsets):
-        rows = next(each.shape[0] for each in offsets if isinstance(each, mx.array))
+        size = next(each.shape[0] for each in offsets if isinstance(each, mx.array))
         raise InvalidRequestError(
-            f"Batch caches with {rows} rows have no single position. "
-            "Read the offset of a batch cache, an array with the position of each row."
+            f"Caches for a batch of {size} have no single position. Read the offset of "
+            "a cache, an array with one position for each sequence."
         )
     return max(offsets) if offsets else None
 

@@ -17,7 +17,7 @@ from mlx_speculation.engine.round.request import Request, Running
 from mlx_speculation.engine.round.round import Rounds
 from mlx_speculation.engine.timing import RoundSeconds
 
-# The draft length of each request: with its own drafter, and with a shared one.
+# Draft lengths by request: for its own drafter, for the shared one; (): all are 0.
 Lengths = tuple[Sequence[int], Sequence[int]]
 
 
@@ -35,7 +35,10 @@ class Decoder(ABC):
     def next_round(
         self, budgets: Sequence[int], cuts: Sequence[Cut], *, drain: bool = False
     ) -> list[Read]:
-        """Run and commit a round; return the outcome of each request, or its error.
+        """Run and commit a round; return the outcome of each request.
+
+        In a batch, an error of one request is returned in place of its outcome. After
+        any other error the round is undone, and the error is raised.
 
         `budgets[place]`, at least 1, is the number of tokens that a request may still
         emit. Its outcome goes through `cuts[place]` before the commit. With `drain`, no
@@ -44,7 +47,7 @@ class Decoder(ABC):
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
             ConstraintError: the constraint allows neither a token here nor the end.
-            Exception: the model, a drafter or a cut failed. The round is undone.
+            Exception: the model, a drafter or a cut failed.
         """
         rounds, running, forced = self.rounds, self.rounds.running, {}
         before, self.room = rounds.begin(), []
@@ -81,7 +84,7 @@ class Decoder(ABC):
     def _plan_round(self, forced: Collection[int], started: float) -> Lengths:
         """Plan drafts except at `forced` places, and start the clock.
 
-        Drafters that have not read their prompts read a part of them first.
+        A drafter that is to draft, but has not read its prompt, reads a part of it.
         """
 
     @abstractmethod
@@ -133,7 +136,7 @@ class StreamDecoder(Decoder):
         if forced:
             request.clock.start(planning=time.perf_counter() - started, behind=behind)
             return [0], ()
-        if self._plan is None:  # else made by the last round, or by a failed try
+        if self._plan is None:  # else an earlier plan is still to be followed
             self._plan = request.policy.plan(self._context, limit)
         if self._plan.length == 0 and self._next_plan is None:
             after = self.room[0] + self.ahead - 1

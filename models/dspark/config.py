@@ -30,7 +30,7 @@ class LogSnr:
     """Log signal-to-noise ratios; their embeddings are added to those of a block."""
 
     least: float  # the ratio of masks
-    most: float  # the ratio of the anchor
+    most: float  # the ratio of the newest token, row 0 of a block
 
 
 @dataclass(frozen=True, slots=True)

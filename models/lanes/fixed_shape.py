@@ -1,4 +1,4 @@
-"""Models that were tried in exact mode, and the check that refuses all other models.
+"""Models that passed a trial in exact mode, and the check that refuses all others.
 
 In exact mode every forward has the same number of rows, and reads keys in views whose
 size depends on the position alone (`caches/types/fixed_view.py`). A row's bits then
@@ -18,7 +18,7 @@ from mlx_speculation.models.recurrent.recorder import replays_from_notes
 
 _RUNS_AGAIN = "has mixers that can only run again over the kept rows"
 _NO_VIEW = "has caches without a view of a fixed size"
-_MIXES_ROWS = "has rows that depend on other rows of the forward"
+_MIXES_ROWS = "has rows that depend on what is fed together with them"
 
 # Modules of mlx_lm.models that failed a trial in exact mode, and the reasons.
 UNFIT = {
@@ -31,7 +31,7 @@ UNFIT = {
     "phi3small": _MIXES_ROWS,
     "rwkv7": _RUNS_AGAIN,
 }
-# The modules that passed; TOGETHER and ALONE have all that were tried.
+# The modules that passed. All of TOGETHER and ALONE were tried in exact mode.
 TRIED = (TOGETHER | ALONE.keys()) - UNFIT.keys()
 
 

@@ -223,7 +223,7 @@ def test_caches_of_the_wrong_number_are_refused(
 def test_batched_caches_are_refused_with_what_to_pass(
     generator: SpeculativeGenerator,
 ) -> None:
-    said = r"BatchKVCache with 2 rows, but only 1 sequence.*extract\(row\)"
+    said = r"BatchKVCache for a batch of 2, .*extract\(index\)"
     with pytest.raises(UnsupportedCacheError, match=said):
         generator.stream([1], prompt_cache=[BatchKVCache([0, 0]) for _ in range(4)])
 

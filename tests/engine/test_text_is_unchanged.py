@@ -65,7 +65,7 @@ OTHERS = {
     if not (row.tiny or row.unequal)
 }
 CASES = MODELS | OTHERS
-# test_census.py compares the rows of all others, bit for bit if possible.
+# The rest is slow; test_census.py compares its rows, bit for bit if possible.
 QUICK = [*MODELS, *(name for name in OTHERS if name[8:] in census.FEW)]
 # At least one model for each kind of cache; target and draft both have that kind.
 FOR_THEMSELVES = (
@@ -102,7 +102,7 @@ def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
     ("name", "chosen"), covering(MODELS, SAMPLINGS, quick=(0, FOR_THEMSELVES))
 )
 def test_a_model_that_drafts_for_itself_is_always_right(name: str, chosen: str) -> None:
-    """Two sets of the model's caches are written and rolled back in the same rounds."""
+    """Target and draft are one model, with two sets of caches written in each round."""
     case = MODELS[name]
     seen = check_identity(
         case.build(),

@@ -27,8 +27,8 @@ def logits_of(
 ) -> list[mx.array]:
     """Return the logits of all depths.
 
-    `tokens` begin with token 1 of the text, counted from 0. A copy of it stands in for
-    token 0, which is not read.
+    `tokens` lack the text's first token. `unroll` does not read it, so a copy of the
+    second stands in for it.
     """
     whole = mx.concatenate([tokens[:, :1], tokens], axis=1)
     return unroll(model, hidden, Recorded([], whole, depths), lambda _, logits: logits)

@@ -1,4 +1,4 @@
-"""Token ids of a chat: messages fitted to its template, and tags in the answer.
+"""Token ids of a chat, whose messages are fitted to the tokenizer's template.
 
 What a template does not support is replaced:
 
@@ -32,7 +32,7 @@ from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.request.options import Chat
 from mlx_speculation.server.request.transcript import Message, joined, text_of
 
-# Encoding a chat with more characters takes seconds; other chats do not wait for it.
+# Encoding a chat with more characters takes seconds; shorter chats do not wait for it.
 LONG_CHAT = 300_000
 
 TOOLS = """# Tools

@@ -229,7 +229,7 @@ def _wrongly_trimmed_ring() -> Any:
 @pytest.mark.parametrize(
     ("make", "tokens", "error", "says"),
     [
-        (lambda: [], 0, InvalidRequestError, "0 items, but no cache"),
+        (lambda: [], 0, InvalidRequestError, "no cache among the 0 items"),
         (lambda: [object()], 0, UnsupportedCacheError, "layer 0 is a object"),
         (lambda: [_of_a_subclass()], 0, UnsupportedCacheError, "is a MyCache"),
         (lambda: [kv(5)], 4, InvalidRequestError, "holds 5 tokens in row 0 of .* 4"),
@@ -239,7 +239,7 @@ def _wrongly_trimmed_ring() -> Any:
             InvalidRequestError,
             "holds 4 tokens in row 0 of the batch, but that row has 5",
         ),
-        (lambda: [CacheList()], 0, InvalidRequestError, "1 items, but no cache"),
+        (lambda: [CacheList()], 0, InvalidRequestError, "no cache among the 1 items"),
         (lambda: [_trimmed_concatenation()], 3, InvalidRequestError, "do not fit"),
         (lambda: [_in_prefill()], 3, InvalidRequestError, r"call of finalize\(\)"),
         (lambda: [_in_ring_prefill()], 3, InvalidRequestError, r"call of finalize\(\)"),

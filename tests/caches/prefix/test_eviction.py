@@ -117,7 +117,7 @@ def test_two_sessions_by_turns_keep_what_there_is_room_for() -> None:
 
 
 def test_points_between_turns_go_before_the_ends_of_texts() -> None:
-    """Restore points that save the fewest tokens are evicted first, and rows stay."""
+    """Points whose loss costs the least prefill are evicted first, and rows stay."""
     free, _ = bound(1 << 30, RING)
     play(free, SESSION, RING)
     points = [point for node in free._tree.nodes() for point in node.points.values()]

@@ -171,6 +171,6 @@ def test_a_lane_refuses_batches_and_says_which_layer_and_how_many_rows(
         if rows == 1 and name == "mamba":
             Lane(lane.model, batch)  # equals the single cache
             continue
-        kinds = f"layer [0-9].* with {rows} rows, but only 1 sequence"
+        kinds = f"layer [0-9].* for a batch of {rows}, and a cache for one"
         with pytest.raises(UnsupportedCacheError, match=kinds):
             Lane(lane.model, batch)

@@ -1,8 +1,8 @@
 """The table of mixers has every class of mlx-lm that writes to an `ArraysCache`.
 
 Such a class is found by an assignment to an item of a variable that has "cache" in its
-name. If one is not found, test_replay.py fails, for which every module that makes an
-`ArraysCache` must have a tiny model.
+name. For a class that is missed, test_replay.py fails, as every module that makes an
+`ArraysCache` has a tiny model.
 """
 
 import ast
@@ -26,7 +26,7 @@ WITHOUT_A_TINY_MODEL: dict[str, str] = {
     "cache": "defines it",
 }
 # Classes that assign to an item of a `cache` but are no mixers, with the reason.
-_PIPELINE = "makes the last slot depend on a send of a pipeline, and keeps its value"
+_PIPELINE = "makes the last slot depend on a pipeline's send; the slot's value stays"
 NOT_MIXERS: dict[tuple[str, str], str] = {
     ("afm7", "AFMModel"): "makes the list of caches",
     ("bailing_hybrid", "LanguageModel"): _PIPELINE,

@@ -49,7 +49,7 @@ def raised_at(
     action: Callable[[], object],
     skip: Callable[[FrameType], bool] = lambda frame: False,
 ) -> BaseException | None:
-    """Run `action` and raise `error` at the `line`-th line of files under `traced`.
+    """Run `action`; raise `error` at the `line`-th line that it runs under `traced`.
 
     Returns the exception that left `action`; None if `action` ran fewer lines.
     """
