@@ -159,7 +159,7 @@ class Speculation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of journals' arrays that live caches lack; valid until the commit."""
+        """Bytes of the arrays that only journals hold; valid until the commit."""
         return bytes_beside(self._leaves, self._live)
 
     def move(self, rows: Sequence[int]) -> None:
@@ -266,7 +266,7 @@ class Speculation:
     def rollback(self) -> None:
         """Restore every cache as it was at the start, and close. Never raises.
 
-        If nothing was written since a commit that called no `rerun`, undo that, too.
+        Until the next write it also undoes a commit that called no `rerun`.
         """
         for journal in self._leaves:
             journal.rollback()

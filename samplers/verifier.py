@@ -95,7 +95,7 @@ class Verifier:
         """Return the probability of each token id, float32 [rows, width].
 
         It is the same under every rule; with `for_draft` it has the draft temperature.
-        `logits` are [rows, vocab]. Only if the chooser's `processors.parallel` is true.
+        `logits` are [rows, vocab]. The chooser's `processors.parallel` has to be true.
         """
         chooser = self.draft_chooser if for_draft else self.chooser
         processed = chooser.processed(logits, rows, for_draft=for_draft)
@@ -106,8 +106,8 @@ class Verifier:
     ) -> Choice:
         """Choose the next token of a draft, one for each row.
 
-        `logits` are the drafter's [rows, vocab], or [rows, n] with `ids`: uint32 [n],
-        distinct, the token ids of the columns. Ids that the target lacks are left out.
+        `logits` are the drafter's [rows, vocab], or [rows, n] with `ids`, the distinct
+        token ids of the columns, uint32 [n]. Ids that the target lacks are left out.
         Drafted tokens are `ahead` in `rows`.
         """
         chooser = self.draft_chooser
@@ -235,7 +235,10 @@ class Verifier:
 
 
 def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
-    """Spread logits [rows, n] of ids [n] or [rows, n] to [rows, width], others -inf."""
+    """Return logits [rows, width]: those given at `ids`, -inf elsewhere.
+
+    `logits` are [rows, n], and `ids` [n] or [rows, n].
+    """
     everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
     # Ids >= `width` go to a column that is cut off.
     places = mx.minimum(ids, width)

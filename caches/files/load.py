@@ -71,8 +71,8 @@ def load_caches(
         draft_like: likewise for the drafter. A file of mlx-lm has one list for both:
             the first `len(like)` caches are the target's, the others the drafter's.
         cast: convert floats to the dtypes of the arrays in `like`, for a model that is
-            now loaded in another dtype than when the file was saved. Where `like` has
-            no array, nothing is converted.
+            now loaded in another dtype than when the file was saved. New caches have no
+            arrays: pass caches that were written to.
 
     Raises:
         CacheFileError: the file is missing or damaged, holds no caches, has another

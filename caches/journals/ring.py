@@ -1,18 +1,18 @@
 """Base of the journals of rings: records each write, and can undo the last one.
 
 A ring is a `RotatingKVCache` or `BatchRotatingKVCache`. The kind of write decides how
-it is undone. W is `max_size`, and `count` the number of positions ever written:
+it is undone. W is `max_size`:
 
     a write of                  what mlx-lm does                      undone by
     2 positions or more         new arrays: the last W-1 + the new    the old arrays
-    1, no slot is left          new arrays: more slots, up to W       the old arrays
-    1, count < W                an unused slot is filled              the indices
+    1, all of < W slots used    new arrays: more slots, up to W       the old arrays
+    1, a slot is unused         an unused slot is filled              the indices
     1, more than W held         new arrays: W slots, one overwritten  the old arrays
     1, W held                   the oldest position is overwritten    the saved one
 
 A position has to be copied before a write overwrites it, but a lazy slice of it would
-make the write copy the whole window. So positions are saved ahead, `SAVED_ROWS` at a
-time, which copies the window once in `SAVED_ROWS` writes.
+make the write copy the whole window. So `SAVED_ROWS` positions are saved at once: then
+only one write in `SAVED_ROWS` copies the window.
 """
 
 import weakref

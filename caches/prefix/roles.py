@@ -41,7 +41,7 @@ class Role(NamedTuple):
         return max(0, stop - self.lag)
 
     def part(self, kept: Snapshot, start: int, stop: int) -> Snapshot:
-        """Return the rows that belong to the tokens [start, stop)."""
+        """Return the rows [rows(start), rows(stop))."""
         return split(split(kept, self.rows(stop))[0], self.rows(start))[1]
 
 

@@ -3,9 +3,8 @@
     keys, values = read_rows(cache, stop, 512)    # positions [stop - 512, stop)
 
 The result is a view. While the view lives, a write to the cache copies the whole
-buffer, so drop the view first. A ring is read in the order of its slots, so its rows
-can be out of order. Attention over keys with rotary positions does not depend on the
-order.
+buffer, so drop the view first. A ring's rows can be out of order. Attention over keys
+with rotary positions does not depend on the order.
 """
 
 from typing import Any
@@ -88,5 +87,5 @@ def _held_rows(cache: Any) -> int:
 
 
 def _in_order(ring: Any) -> bool:
-    """Return whether a ring has only the rows [0, _idx), in order."""
+    """Return whether a ring's rows are its first `_idx` slots, oldest first."""
     return bool(ring._idx == ring.keys.shape[2] or ring._idx >= ring.offset)

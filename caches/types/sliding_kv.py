@@ -163,7 +163,7 @@ class SlidingKVCache:
         """Drop the last `n` rows, or all if there are fewer; return the number dropped.
 
         Raises:
-            InvalidRequestError: rows of the window before the dropped rows are gone.
+            InvalidRequestError: rows that would return into the window were evicted.
         """
         n = min(n, self.offset)
         if n < 0 or self._end - n < min(self.offset - n, self.max_size):

@@ -176,9 +176,9 @@ def fed_again(layers: Sequence[Sequence[Any]]) -> int:
 
     That is one token for each layer. If all caches are sliding windows, none of their
     rows are kept, so the sum of the window sizes is added: the layers together look
-    back that far. If only some caches are windows, the layers with full attention make
-    the rows of these windows depend on all earlier tokens. Feeding some tokens again
-    cannot restore such rows: the head resumes without the text before these tokens.
+    back that far. If only some caches are windows, the head would have to read the
+    whole text again, because of its layers with full attention. Instead it resumes
+    without the earlier text.
     """
     sizes = [getattr(cache, "max_size", 0) for caches in layers for cache in caches]
     return len(layers) + (sum(sizes) if all(sizes) else 0)

@@ -1,8 +1,9 @@
 """Hooks with which linear layers in a round use the few-row kernels of `matmul`.
 
 A forward over a draft has at least two rows, and a batch's plain step has one row for
-each text. In these forwards the linear layers of any model use the kernels. Prompts,
-single rows, other dtypes and other quantizations keep mlx's products.
+each text. In these forwards the linear layers of any model use the kernels, for 2 to
+`MOST_ROWS` rows in float16 or bfloat16. Weights have the same dtype, or affine
+quantization with 4 bits. mlx computes all other products.
 
 Layers of one module with the same input, such as queries, keys and values, are
 multiplied together when the first of them is called. The layers' names show that the

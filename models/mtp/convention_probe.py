@@ -32,7 +32,7 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from mlx_speculation.models.mtp.transforms import with_ones
 
-# Number of positions in each row at which the second drafted token is scored.
+# The second drafted token is scored at this many positions in each row of `OwnText`.
 SECOND_DRAFTS = 8
 # If the agreement is at least this, norms in mixed forms are not tried.
 HIGH_AGREEMENT = 0.9

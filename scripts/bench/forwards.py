@@ -2,9 +2,9 @@
 
 A steady forward is fed the choice of the previous one and is submitted before that
 result is read, as in a long run of plain steps. After it the caches are rolled back, so
-that the context keeps its length. Only recurrent states advance, in forwards of one
-token. On a model with a round's hooks, a forward of w rows takes the time of verifying
-w rows; it includes no sampler, no commit and no waiting for the host.
+that the context keeps its length. Recurrent states are rolled back only after forwards
+of several tokens. On a model with a round's hooks, a forward of w rows takes the time
+of verifying w rows; it includes no sampler, no commit and no waiting for the host.
 """
 
 from collections.abc import Callable, Sequence

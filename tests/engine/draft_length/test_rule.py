@@ -115,7 +115,7 @@ def test_drafts_that_are_always_wrong_lose_the_credit_and_its_share() -> None:
         steps += seconds
         plain = not plan.length
         rule.learn(CONTEXT, plan, Feedback(plan.length, 0, seconds, plain, plain))
-    assert steps - 1000 <= 4 + 1000 * SHARE + 1  # and the cost of the last draft
+    assert steps - 1000 <= 4 + 1000 * SHARE + 1  # 1 for the last draft
 
 
 def test_a_free_source_may_know_no_costs_beside_one_that_was_calibrated() -> None:

@@ -55,7 +55,7 @@ def test_a_draft_goes_on_with_the_longest_match_and_is_as_long_as_asked() -> Non
 def test_the_place_with_the_longest_match_is_taken() -> None:
     drafter = opened(corpus=[[1, 2, 3, 30]], history=100)
     assert proposed(drafter, [9, 1, 2, 3])[:1] == [30]
-    drafter.remember([1, 2, 3, 20], 0)  # of matches as long, history is preferred
+    drafter.remember([1, 2, 3, 20], 0)  # of equally long matches, the history's wins
     assert proposed(drafter, [9, 1, 2, 3])[:1] == [20]
     assert proposed(drafter, [1, 2, 3, 10, 1, 2, 3])[:1] == [10]
     assert proposed(drafter, [8, 3, 10, 1, 2, 3])[:1] == [20]
