@@ -50,8 +50,8 @@ class Memory:
         return self.target_weights + self.draft_weights + caches + self.rounds
 
 
-# Bytes of the target's weights, bytes of weights that only the draft has, and all of
-# these arrays, as the keys of the dict that `arrays_in` returns
+# Bytes of the target's weights, bytes of weights that only the draft has, and the
+# `id()` of each of these arrays
 WeightBytes = tuple[int, int, frozenset[int]]
 
 

@@ -7,9 +7,9 @@ them. `x plain` is the speed over the faster plain decoding, ours or mlx-lm's
 from that of plain decoding at a token that is no near-tie (docs/exactness.md).
 
 Prompts are the bundled ones, or those of a question file in Spec-Bench's layout
-(bench/prompts.py). The turns of a file go through the chat template of the target. The
-prompt of a later turn holds plain decoding's answers. The model decides where an answer
-ends.
+(bench/prompts.py). User messages of a file go through the target's chat template. The
+prompt of a later message holds plain decoding's answers to the earlier ones. Answers to
+messages end at a stop token, or after `--tokens`.
 
     python scripts/spec_bench.py
     python scripts/spec_bench.py --target dense --group code --draft lookup

@@ -61,7 +61,7 @@ class RunningTogether:
         self._take([*self.rows, *rows])
         for row in rows:
             if not row.request.drafts:
-                row.request.target.follower = None  # no drafter reads target states
+                row.request.target.follower = None  # without drafts nothing reads it
 
     def _take(self, rows: list[BatchRequest]) -> None:
         self.rows = rows
@@ -103,7 +103,7 @@ class RunningTogether:
         rows, budgets, cuts, known = self.rows, [], [], []
         if not rows:
             return
-        for row in rows:  # one loop: each comprehension would cost a call
+        for row in rows:
             chunks = row.generation.chunks
             budgets.append(chunks.max_tokens - row.request.statistics.emitted)
             cuts.append(chunks.cut)
@@ -115,7 +115,7 @@ class RunningTogether:
                 if len(row.tokens) == count:  # the round was undone, can run again
                     row.generation.chunks.undo()
             raise
-        finally:  # also if a policy has failed to learn from a committed round
+        finally:  # also if a policy raised an error after the commit
             gone = [row for row in rows if row.ended]
             if gone:
                 self.leave(gone)

@@ -1,8 +1,8 @@
 """Operations of `models/cpu`, as one `DeviceOps`.
 
 With the attention of `models/cpu` a row's rounding depends on the other rows of the
-forward. With OpenBLAS this holds for mlx's own products too, and only with OpenBLAS
-the attention is used. Drafts can be compiled on any CPU.
+forward. So it is used only with OpenBLAS, where this holds for mlx's own products too.
+Drafts can be compiled on any CPU.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from mlx_speculation.models.round_context import x86_serves
 
 
 def serves() -> bool:
-    """Return whether attention is supported here; if so, compile it now."""
+    """Return whether attention is supported here; if so, compile `exp`."""
     if not x86_serves():
         return False
     exp.compile_here()

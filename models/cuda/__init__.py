@@ -1,4 +1,4 @@
-"""Operations for NVIDIA GPUs: kernels for few rows, and padding against new shapes.
+"""Operations for NVIDIA GPUs: kernels for few rows, and padding to few shapes.
 
 Only `models.ops.dispatch` imports this package. Without it rounds take longer.
 """

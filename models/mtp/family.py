@@ -41,7 +41,7 @@ class MtpFamily:
         depth: if one layer is applied again, the largest number of tokens that it
             drafts in a round; None: any number.
         split_rules: the rules for a head in a folder of its own, with mlx-vlm's names;
-            None: `rules` apply; names without "mtp." are tried with it too.
+            None: `rules` apply.
     """
 
     name: str

@@ -36,8 +36,8 @@ _TWO_CORES = 2
 # An idle thread sleeps after 2^_SLEEP_SOON clock ticks of the processor. Exponents from
 # 8 to 14 made no difference.
 _SLEEP_SOON = 10
-# Seconds over which the load of other programs is measured. `_STAT` counts in ticks;
-# 0.05 s is five of them.
+# Seconds over which the load of other programs is measured. `_STAT` usually counts
+# hundredths of a second.
 _SHORTEST, _LONGEST = 0.05, 2.0
 _IDLE = 0.4  # a core is idle if other programs use less than this part of it
 _STAT = Path("/proc/stat")
@@ -50,7 +50,7 @@ class ThreadPlan:
     # The number in exact mode, or if other programs run; None: the user's environment
     # decides
     count: int | None
-    most: int | None  # the number if all cores are idle; None: as for `count`
+    most: int | None  # the number if all cores are idle; None if `count` is None
     why: str  # the reason, one line for people
     # Idle threads sleep after 2^sleep_after ticks; None: the user's or OpenBLAS's time
     sleep_after: int | None = None

@@ -36,7 +36,7 @@ class Trainee(ABC):
 
     @abstractmethod
     def save(self, folder: Path, bits: int | None) -> None:
-        """Write the drafter's files into an existing folder; replace files there.
+        """Write the drafter's files into an existing folder; they replace earlier ones.
 
         `bits`: bits of the drafter's matrices; None: 16-bit numbers.
         """
