@@ -13,7 +13,7 @@ TEXTS = [README, *PAGES]
 
 
 def name_of(page: Path) -> str:
-    """Return the name of a page as docs/log/index.md has it."""
+    """Return the path of a page from the root of the repository."""
     return str(page.relative_to(ROOT))
 
 

@@ -66,7 +66,7 @@ def test_eight_rows_are_as_many_forwards_of_the_drafter_as_one(kind: str) -> Non
     made = generator(kind)
     with BatchGenerator(made) as batch, forwards(kind) as rows:
         three_rounds_of_eight(batch, rows)
-    assert rows == [8] * 9  # three tokens for each row, in three rounds
+    assert rows == [8] * 9  # three rounds, each of three drafted tokens a row
     with forwards(kind) as alone:
         result = made.generate(prompt_of(9), max_tokens=40, stop_tokens=())
     assert len(alone) == result.stats.drafted

@@ -41,7 +41,7 @@ def test_it_is_read_as_it_was_written() -> None:
     assert again.costs.table() == {0: COSTS}
     assert again.measured == {0: TIMES}
     assert again.part == 4
-    assert again.costs.plain(10) is None  # ratios of costs are used, not seconds
+    assert again.costs.plain(10) is None  # only ratios of saved costs are used
     assert again.costs.curve(10, 4, 2.0)[4] == 4.0
 
 

@@ -85,7 +85,7 @@ def test_several_forwards_of_a_round_are_kept_in_part() -> None:
 
 
 def test_a_layer_that_assigns_its_states_leaves_no_notes() -> None:
-    """LFM2's layers assign their states, so the model runs again to keep a prefix."""
+    """LFM2's layers set `slots[0]` so. The model runs again to keep a prefix."""
     cache = ArraysCache(size=1)
     with Speculation([cache]) as round_:
         slots: Any = RecurrentSlots(round_.caches[0])

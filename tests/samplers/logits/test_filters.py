@@ -1,4 +1,4 @@
-"""Filters have mlx-lm's definitions and exact sums, and rows are independent."""
+"""Filters are defined as in mlx-lm, but sum exactly; rows are independent."""
 
 import math
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ def test_the_edge_of_top_p_is_exact_in_whole_numbers(
     [
         # The first two together have exactly the share: the third is not needed.
         ([0.5, 0.25, 0.125, 0.125], 0.75, 0.25),
-        # The first has a little less than the share: the second is needed too.
+        # The sum is above 1, so the first has too little: the second is needed too.
         ([0.5, 0.375, 0.125, 2.0**-31], 0.5, 0.375),
         ([0.5, 0.375, 0.125, 0.0], 0.5, 0.5),
         # A row of zeros has the edge 0, and not a value of the other row.
