@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool
 
 from mlx_speculation import __version__
-from mlx_speculation.engine.stats import SourceCounts, Statistics
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.apis.base import Face, speculative, summed
@@ -232,10 +231,7 @@ class CompletionFace(Face):
 
     def _usage(self) -> Object:
         results = [each.result for each in self._jobs]
-        drafts: Statistics | SourceCounts = summed(results)
-        # If the request has no prediction, all drafted tokens count as predicted.
-        if "prediction" in self.request.options:
-            drafts = summed(results).sources.get("prediction", SourceCounts())
+        drafts = summed(results)
         # Each prompt is counted once: only the first of its texts reads it.
         readers = self._jobs[:: self.request.count]
         cached = sum(each.result.stats.reused for each in readers)
