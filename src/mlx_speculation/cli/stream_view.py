@@ -84,13 +84,13 @@ def lines(result: "Result", ended: str, prompt_tokens: int, bar: PromptBar) -> s
     stats = result.stats
     read = prompt_tokens - 1 - stats.reused  # the first round reads the last token
     seconds = stats.prefill_seconds
-    rate = f", {read / seconds:.0f}/s" if read > 0 and seconds else ""
+    rate = f", {read / seconds:.0f}/s" if read > 0 and seconds and bar.seconds else ""
     reused = f", {stats.reused} not read again" if stats.reused else ""
     said = (
         f"{len(result.tokens)} tokens ({ended}), {stats.tokens_per_second:.1f}/s; "
-        f"prompt {prompt_tokens} tokens{rate}{reused}; first token after "
-        f"{bar.seconds:.2f} s"
+        f"prompt {prompt_tokens} tokens{rate}{reused}; "
     )
+    said += f"first token after {bar.seconds:.2f} s" if bar.seconds else "no token"
     if stats.drafted:
         said += (
             f"\n{percent(stats.acceptance_rate)} of {stats.drafted} drafted tokens "

@@ -20,6 +20,7 @@ from mlx_speculation import (
     demo_models,
 )
 from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.stream_view import PromptBar, lines
 from mlx_speculation.engine import Chunk, Stream
 from mlx_speculation.engine.drafters.draft_model import ModelDrafter
 from support.models.adapters import write_adapter
@@ -75,6 +76,13 @@ def test_statistics_are_two_lines_a_table_or_nothing(commands: Commands) -> None
     for quiet in ("--quiet", "-q"):
         done = commands(*drafted, quiet, "--stats")
         assert (done.stderr, done.stdout) == ("", first_run.stdout)
+
+
+def test_a_prompt_that_was_not_read_has_no_speed() -> None:
+    stream = SpeculativeGenerator.from_pretrained(DRAFT).stream(PROMPT, max_tokens=4)
+    stream.close()
+    said = lines(stream.result, "interrupted", 100, PromptBar(99))
+    assert said.endswith("; prompt 100 tokens; no token")
 
 
 def test_models_are_repositories_as_mlx_lm_names_them(
