@@ -39,9 +39,10 @@ def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
         name = str(path_or_repo)
         if name.count("/") == 1 and not name.startswith((".", "/", "~")):
             return  # organisation/model: mlx-lm asks the hub
+        more = f", or one of {', '.join(map(repr, words))}" if words else ""
         raise ModelFolderError(
             f"There is no folder {name!r}, and it is not the name of a repository "
-            "(organisation/model). Pass the path of a folder in mlx-lm's layout."
+            f"(organisation/model). Pass the path of a folder in mlx-lm's layout{more}."
             f"{_meant(path, words)}"
         )
     if path.suffix == ".gguf":

@@ -176,7 +176,9 @@ def test_a_draft_whose_name_is_nearly_right_is_guessed(
     else:
         assert "Did you mean" not in beside
     for name in ("quite-another", str(tmp_path / "other")):
-        assert "Did you mean" not in commands.refused(*HI, "--draft", name)
+        other = commands.refused(*HI, "--draft", name)
+        assert "Did you mean" not in other
+        assert other.endswith("layout, or one of 'mtp', 'lookup', 'auto'.")
 
 
 def test_a_repository_that_cannot_be_fetched(
