@@ -44,9 +44,10 @@ class Journal(Protocol):
         ...
 
     def commit(self, keep: Any) -> None:
-        """Keep the first `keep` written positions, at least 1; call `prepare` before.
+        """Keep the first `keep` written positions; call `prepare` before.
 
-        For a batch, `keep` can be a sequence with a number for each row.
+        `keep` is at least 1. For a batch, it can be a sequence with a number for each
+        row.
         """
         ...
 

@@ -39,7 +39,7 @@ class Generation:
     caches: FinalCaches
     out_of_positions: bool  # whether the target's positions end before `max_tokens`
     seed: int
-    running: AbstractContextManager[None]  # entered at the first chunk, left at the end
+    running: AbstractContextManager[None]  # entered by `begin`, left at the end
     memory: Callable[[], Memory]
     prefixes: PrefixReuse | None  # None: no prefix cache is used
     # Gets the known tokens at the end, except after an error
@@ -93,7 +93,7 @@ class Generation:
         try:
             if not self._in_rounds and not (self.begin() and self._in_rounds):
                 return
-            # Without a plan, the ranks meet when they exchange the plan of the round
+            # A round without a plan begins on all ranks when they exchange its plan
             if self.session is not None and self.decoder.planned:
                 self.session.turn()
             budget = chunks.max_tokens - self._statistics.emitted

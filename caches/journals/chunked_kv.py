@@ -11,8 +11,7 @@ which drops the oldest rows until one chunk of rows is left:
     rollback()                                  rows [3, 7)
 
 A drop makes new arrays. The journal keeps the old ones, and puts them back to undo the
-drop. `ChunkedKVCache.trim` is not used: it ignores rows that were dropped between two
-forwards.
+drop. `ChunkedKVCache.trim` is not used: it does not bring dropped rows back.
 """
 
 from typing import Any

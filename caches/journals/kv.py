@@ -110,7 +110,7 @@ class KVJournals:
         return count
 
     def commit(self, keep: int) -> None:
-        """Keep the first `keep` rows written, at least 1, in every layer."""
+        """Keep the first `keep` rows written in every layer."""
         for cache, start in zip(self._caches, self._starts, strict=True):
             cache.offset = start + keep
 

@@ -18,7 +18,7 @@ Tokens = Sequence[int]
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
 TEXTS = 1 << 18  # the most tokens of finished texts that stay indexed
 CHUNK = 2048  # the most tokens indexed at once, in 8 ms; other requests wait meanwhile
-LONGEST_SEARCH = 64  # last tokens of the text that a cursor follows in a changed index
+LONGEST_SEARCH = 64  # the most tokens that `Cursor.move` follows: the last of the text
 BEFORE = 8  # tokens to keep before an answer, so that its first token has a match
 
 
@@ -76,8 +76,8 @@ class Cursor:
 class AnswerHistory:
     """Keeps answers, each with a few tokens before it, and drops the oldest.
 
-    Prompts are not kept: an agent's prompt repeats most of the agent's last prompt.
-    Of the two indexes, a full young one replaces the old one.
+    Prompts are not kept: the next prompt of an agent repeats them and is indexed too.
+    When the younger of two indexes is full, it replaces the older; a new one begins.
     """
 
     def __init__(self, limit: int) -> None:
@@ -105,7 +105,7 @@ class TextPool:
         self._indexes: list[GrowingIndex] = []  # the newest index first
 
     def take(self, tokens: Tokens) -> GrowingIndex:
-        """Remove and return the index of the longest start of `tokens`, or make one."""
+        """Take out the index of the longest text `tokens` continue, or make one."""
         for index in sorted(self._indexes, key=lambda each: -each.done):
             kept, near = index.automaton.tokens, max(0, index.done - 64)
             # The end first: it differs most often
@@ -142,8 +142,8 @@ class SharedPlaces:
     def __init__(self, documents: Sequence[Tokens] = (), history: int = 0) -> None:
         self.history, self.texts = AnswerHistory(history), TextPool(TEXTS)
         self.rates = lookup_rates()
-        # Held while a request reads or changes these, since streams may run in several
-        # threads. Garbage collection may end a stream during a call of the same thread
+        # Held while a request uses these, since streams may run in several threads.
+        # Re-entrant: garbage collection may end a stream while its thread has the lock
         self.lock = threading.RLock()
         self.documents = SuffixAutomaton()
         for document in documents:
@@ -160,7 +160,7 @@ class Lookup:
         self._prediction = GrowingIndex([*prediction, BREAK] if prediction else ())
         places = PREDICTION, HISTORY, HISTORY, DOCUMENT
         self._cursors = [(place, Cursor()) for place in places]
-        self._unjudged = 0, NOTHING_FOUND  # length of the text before it; last proposal
+        self._unjudged = 0, NOTHING_FOUND  # text length before a proposal; the proposal
 
     def read_ahead(self, tokens: Tokens, limit: int = CHUNK) -> bool:
         """Index at most `limit` new tokens; return whether all tokens are indexed."""

@@ -41,7 +41,7 @@ class LayerList:
     def layers(self, counts: LayerIds | None = None) -> Layers:
         """Return the layers, counted from 0.
 
-        `counts` says how the list counts; None: in the usual way for its key.
+        `counts` says how the list counts; None: as `self.counts` says.
         """
         shift = 1 if (counts or self.counts) == "tuple" else 0
         return tuple(each - shift for each in self.ids)

@@ -73,8 +73,8 @@ def read_rotation(
     name: str,  # the drafter's name, for messages
     kind: str = FULL,
     *,
-    # The rotation if config.json states nothing but `_FLAT` keys for these layers. Such
-    # keys for all layers then change the rotation of full attention alone
+    # Defaults, unless config.json states more than `_FLAT` keys for these layers. With
+    # the defaults, sliding layers ignore `_FLAT` keys that are stated for all layers
     usual: Rotation | None = None,
 ) -> Rotation:
     """Return the rotation of the layers of a kind.

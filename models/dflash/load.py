@@ -56,12 +56,12 @@ def load_dflash(
 ) -> Loaded:
     """Load the DFlash drafter of a target from a folder of its own.
 
-    `layer_ids` says how config.json counts layers, see `checkpoints.layer_readings`;
-    None: as is usual for the key of the list. `anchor` says which position row j of a
-    block predicts; None: as config.json says, or the usual one. `starts` are token ids
-    of a few texts for a probe, which decides what config.json leaves open; None: no
-    probe, and the usual reading. On a Linux CPU the drafter is float32, dequantized
-    where it was quantized.
+    `layer_ids` says how the list of layers in config.json counts, see
+    `checkpoints.layer_readings`; None: as lists under its key usually do. `anchor` says
+    which position row j of a block predicts; None: as config.json says, or the usual
+    one. `starts` are token ids of a few texts for a probe, which decides what
+    config.json leaves open; None: no probe, and the usual reading. On a Linux CPU the
+    drafter is float32, dequantized where it was quantized.
 
     Raises:
         ModelFolderError: the drafter is of another kind or target, or not complete.

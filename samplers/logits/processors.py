@@ -73,9 +73,9 @@ class Processors:
         self._after: dict[int, States] = {}  # by position, after its row
         self._drafted: dict[int, States] = {}  # by position, after its drafted token
         self._last = range(0)  # the positions of the rows processed last
-        # By the tokens before the row, without the first `_called_after` of the text
+        # By the tokens between the known text and the row
         self._called: dict[tuple[int, ...], _Called] = {}
-        self._called_after = 0
+        self._called_after = 0  # the length of that known text
 
     def apply(self, logits: mx.array, rows: Rows) -> mx.array:
         """Process all rows [rows, vocab], without writing to them. Needs `parallel`.

@@ -25,8 +25,8 @@ Report = Callable[[int, int], None]
 class Screen:
     """Output of a command.
 
-    With `json` standard output gets one JSON object instead of text and tables. With
-    `quiet` standard error gets only errors and notes.
+    With `json` standard output gets one JSON object instead of text and tables.
+    `quiet` silences `say`, progress, and tables on standard error.
     """
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:

@@ -29,7 +29,7 @@ Read = Callable[[int, mx.array], Made]
 class Recorded:
     """Recorded text to draft from."""
 
-    inputs: list[mx.array]  # the result of `Trainee.read`, for at least all slots
+    inputs: list[mx.array]  # from `Trainee.read`; positions after the last slot are cut
     tokens: mx.array  # ids [rows, slots + depths + `Trainee.first` - 1]
     depths: int  # tokens drafted from each slot
     # Slots to draft from, int32 [rows, n]; None: all. Only block drafters select slots.

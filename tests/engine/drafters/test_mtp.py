@@ -129,7 +129,7 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
         assert cached == text[1 + layer : 1 + layer + len(cached)]
         assert len(cached) == drafter._cache.state.ends[layer]
     # Row i reads token i + 1. The head reads committed tokens when it drafts, so it can
-    # lack those of the last round with a draft, and a last one of a plain step.
+    # lack those of the last round with a draft, and that of a plain step after it.
     assert drafter.history.stop >= PROMPT + TOKENS - (4 + 1) - 2
 
 

@@ -41,7 +41,7 @@ _AT_ONCE = 128  # blocks of a row in a forward without gradients
 class BlockTrainee(NewHead):
     """A block drafter in training.
 
-    It drafts `ids`; None: all, with the target's output layer. `config` is that of the
+    `ids` are the token ids that it can draft; None: all. `config` is that of the
     target. `mask` is the id of mask tokens. For errors see `check_trainee`.
     """
 

@@ -22,8 +22,8 @@ SPREAD = 0.02  # standard deviation of random matrices
 class NewHead(Trainee):
     """A drafter that reads the outputs of some of its target's layers.
 
-    It drafts `ids`; None: all, with the target's output layer. With `after_norm` it
-    reads the last layer after the target's final norm.
+    `ids` are the token ids that it can draft; None: all, by the target's output layer.
+    With `after_norm` it reads the last layer after the target's final norm.
     """
 
     _config: dict[str, Any]  # the drafter's config.json
