@@ -20,8 +20,8 @@ Device = Literal["cuda", "x86"]
 _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
 _device: ContextVar[Device | None] = ContextVar("device", default=None)
 _forward: ContextVar["Forward"] = ContextVar("forward")
-# [layers per part, layers built] of the forward being built. A part is so many
-# layers, not so much time: all ranks of a sharded model have to submit the same parts.
+# [layers per part, layers built] of the forward being built. Parts are measured in
+# layers, not in time: all ranks of a sharded model have to submit the same parts.
 _parts: ContextVar[list[int] | None] = ContextVar("parts", default=None)
 _exact_rows: ContextVar[int] = ContextVar("exact_rows", default=0)
 
@@ -59,7 +59,7 @@ in_round = _in_round.get
 forward_of_round = _forward.get
 parts_of_forward = _parts.get  # None: the forward is submitted as a whole
 device_of_round = _device.get  # determined once for all layers of a forward
-# The number of rows that are no padding; 0: this is no forward of exact mode.
+# The number of positions that are no padding; 0: this is no forward of exact mode.
 rows_in_exact_mode = _exact_rows.get
 
 
@@ -89,7 +89,7 @@ def rows_differ(dtype: mx.Dtype) -> bool:
 def x86_serves() -> bool:
     """Return whether this is an x86 CPU where float32 `rows_differ`.
 
-    There layers replace operations of mlx that have no vector code.
+    If so, layers replace operations of mlx that have no vector code.
     """
     return platform.machine() in ("x86_64", "AMD64") and rows_differ(mx.float32)
 
@@ -142,10 +142,10 @@ def fixed_shape_forward(rows: int) -> Iterator[None]:
     """Inside the block, this thread builds a forward of exact mode.
 
     Its layers use mlx's own operations, not those for one device, and the same formulas
-    for any number of rows. `rows`, at least 1, is the number of rows that are no
-    padding.
+    for any number of positions. `rows`, at least 1, is the number of positions that are
+    no padding.
     """
-    # With `in_round`, latent attention uses its method for one row for several rows too
+    # `in_round` makes latent attention treat several positions as it treats one
     exact, inside = _exact_rows.set(rows), _in_round.set(True)
     try:
         yield

@@ -20,8 +20,10 @@ current.
 
 Every architecture of mlx-lm {version} that can be built here was built tiny with random
 weights (tests/support/models/census.json), and decoded greedily and sampled, plainly
-and with drafts that are right, wrong and mixed. All texts were equal, up to near-ties
-where the column "bit for bit" says no ([What "the same" means](exactness.md)).
+and with drafts that are right, wrong and mixed. Those with "no drafts" in the last
+column were decoded greedily and plainly only. The texts with drafts equal the plain
+ones, up to near-ties where the column "bit for bit" says no
+([What "the same" means](exactness.md)).
 
 There are {count}. In {bitwise} of them, a forward over four tokens gives bit for bit
 the logits of four forwards over one token (Linux CPU wheel, float32).

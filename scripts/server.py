@@ -1,11 +1,11 @@
 """Compares our server with mlx-lm's on the same models, through the openai client.
 
 Four servers run as processes: ours and mlx-lm's, each with the draft model and without.
-In every pass they answer the same prompts, one server after the other, in changing
-order; the next pass has other prompts. The clients of a server ask concurrently. Times
-are medians and 95th percentiles over all requests; tokens per second are of all clients
-together. Texts are compared with those of our server without a draft; in a batch,
-greedy texts may differ after a near-tie (docs/exactness.md).
+In a pass all servers answer the same prompts, one server after the other. Each pass has
+new prompts and another order of the servers. The clients of a server ask concurrently.
+Times are medians and 95th percentiles over all requests; tokens per second are of all
+clients together. Texts are compared with those of our server without a draft; in a
+batch, greedy texts may differ after a near-tie (docs/exactness.md).
 
     python scripts/server.py
     python scripts/server.py --clients 1 --clients 8 --requests 32

@@ -104,7 +104,7 @@ class BatchKVJournal(LiveJournal):
         cache._idx = self._start + longest - spare
         cache.offset = self._offset + kept
         cache.left_padding = self._padding + right
-        # These two are evaluated with the keys; perhaps no mask is made of them.
+        # Evaluating the keys evaluates these two, even if no mask is made of them.
         cache.keys = mx.depends(cache.keys, (cache.left_padding, cache.offset))
 
     def rollback(self) -> None:

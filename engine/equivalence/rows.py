@@ -68,9 +68,8 @@ def verify_both_ways(
 ) -> Iterator[Place]:
     """Yield comparisons at places that are evenly spread over the text.
 
-    The text before the first place, the third and so on is fed in forwards over k + 1
-    tokens, and the text before the other places one token at a time, since these leave
-    the keys of a ring cache in different orders.
+    The text between places is fed by turns in forwards over k + 1 tokens and over one
+    token. The two ways leave the keys of a ring cache in different orders.
 
     Raises:
         InvalidRequestError: the text has fewer tokens than a draft, the prompt is
@@ -127,7 +126,7 @@ def compare_rows(at_once: Any, one_by_one: Any) -> tuple[Row, ...]:
                     "model's weights."
                 )
         second, first = np.partition(single, -2)[-2:]
-        with np.errstate(invalid="ignore"):  # minus infinity twice is no difference
+        with np.errstate(invalid="ignore"):  # -inf minus -inf counts as 0
             difference = np.where(wide == single, 0.0, np.abs(wide - single)).max()
         choices = int(wide.argmax()), int(single.argmax())
         result.append(Row(index, *choices, float(first - second), float(difference)))

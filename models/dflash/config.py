@@ -44,7 +44,7 @@ Anchor = Literal["given", "samples"]
 class DFlashSettings:
     """The settings of a block drafter, from config.json."""
 
-    layers: qwen3.ModelArgs  # of all decoder layers, but with the first rotation
+    layers: qwen3.ModelArgs  # of all layers, with the rotation of layer 0
     block: int  # the number of rows of a block, with the anchor
     mask_token: int
     windows: tuple[int | None, ...]  # of each layer; None: unlimited
@@ -86,7 +86,8 @@ def read_settings(config: Config) -> DFlashSettings:
         raise ModelFolderError(
             f"config.json of the {NAME} has projector_type {kind!r} and markov_rank "
             f"{fields.get('markov_rank')!r}, but the tensors beside it are those of a "
-            f"{NAME}. Take a whole checkpoint, or choose another drafter."
+            f"{NAME}. Take config.json and tensors of one checkpoint, or choose "
+            "another drafter."
         )
     gemma = (
         "gemma4" in f"{config.get('architectures')} {fields.get('model_type')}".lower()
@@ -190,7 +191,8 @@ def layer_readings(
 
     Layers are counted from 0; -1 stands for the embeddings. The target has `trunk`
     layers. `features` has each possible number of layers that `fc` reads; empty:
-    unknown. `counts` says how the list counts; None: in the usual way for its key.
+    unknown. `counts` says how the list in config.json counts; None: as lists under its
+    key usually do.
 
     Raises:
         ModelFolderError: the target lacks a listed layer; or there is no list, and

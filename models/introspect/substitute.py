@@ -1,7 +1,7 @@
 """Forwards in which the result of a module is replaced, or that end at a module.
 
-So the code of a model before its first layer can run alone, and the code after its
-trunk on a given array: scales, soft caps, masked ids, positions. No cache is used.
+So the code of a model before its first layer, such as a scale, can run alone. The code
+after its trunk, such as a soft cap, can run on a given array. No cache is used.
 """
 
 from typing import Any

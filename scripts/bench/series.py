@@ -135,7 +135,7 @@ def compare(
             short = replace(job, tokens=min(job.tokens, WARM_UP_TOKENS))
             _run(bench, result, short)
         runs = _run(bench, result, job)
-        say(f"{bench.name}: text {number + 1} of {len(job.prompt)} prompt tokens")
+        say(f"{bench.name}: text {number + 1}, {len(job.prompt)} prompt tokens")
         expected = runs[result[0].arm.name]
         for each in result:
             if each.failure is None:
@@ -172,7 +172,10 @@ def _check(
 
 
 def rows_of(series: list[Series]) -> list[dict[str, Any]]:
-    """Return the rows of all arms; "x_plain" compares with the faster plain one."""
+    """Return the rows of all arms, of which the first two are plain decoding.
+
+    "x_plain" is the speed over that of the faster of these two.
+    """
     plain = max(series[:2], key=lambda each: each.speed)
     return [each.row(plain, series[1]) for each in series]
 

@@ -166,7 +166,7 @@ watch()
 
 
 def __getattr__(name: str) -> object:
-    # Imported late, so that this module loads fast: only then Ctrl-C can be handled.
+    # Imported late: the command line handles Ctrl-C only once this module is loaded.
     from importlib import import_module
 
     value: object

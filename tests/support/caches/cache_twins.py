@@ -183,7 +183,7 @@ class Kind(Protocol):
     def make(self) -> Any: ...
 
     def forward(self, cache: Any, rows: Rows) -> list[Any]:
-        """Write as a model does; return a copy of what the model sees."""
+        """Write as a model does; return the view: a copy of what the model sees."""
         ...
 
     def content(self, cache: Any, probe: int) -> list[Any]:
@@ -240,7 +240,7 @@ class RingKind:
         index, wraps = cache._idx, cache.offset + rows.width > cache.max_size
         shown = _attend(cache, rows, self.narrow)
         if self.keep and rows.width > 1 and wraps:
-            # A round's mask differs: tests/caches/journals/test_rotating_kv.py.
+            # A round's mask is not mlx-lm's: tests/caches/journals/test_rotating_kv.py
             del shown[1]
         return [index, *shown, cache._idx]
 
@@ -368,7 +368,7 @@ class Plan:
     widths: tuple[int, ...]  # rows of each forward
     keep: int  # rows to keep, of all forwards together
     ending: str  # a key of `ENDINGS`
-    watch: str  # compare views "before" or "after" the ending, or "never"
+    watch: str  # compare the views "before" or "after" the ending, or "never"
     check: bool  # compare the caches after the round
     probe: int  # rows that the comparison of caches writes
     singly: bool  # feed the kept rows to the twin one by one

@@ -102,7 +102,7 @@ base_model: {record["target"]}
 
 It drafts for that model alone, and was trained on what the model wrote itself:
 {data["dialogues"]} dialogues, {data["tokens"]} tokens in all. In {data["own"]} of the
-dialogues the model wrote the prompt, too. Its licence is that of the model.
+dialogues the model wrote the prompt, too. This draft has the licence of the model.
 
     mlx-speculation generate {record["target"]} --draft FOLDER --prompt "..."
 
