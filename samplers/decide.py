@@ -2,10 +2,9 @@
 
 The logits of a batch are [requests, n, vocab]: a request has one row for its last known
 token and one for each drafted token, and is padded to n rows. One call decides all
-requests that have no processors and differ in nothing but seed, position and mask: they
-are greedy, or have equal options and noise that depends only on seed and position. The
-result is the same to the last bit as if each were decided alone. All other requests are
-decided one after the other.
+requests with equal `Verifier.shared` and `top`, whatever their seeds, positions and
+masks. The result is the same to the last bit as if each were decided alone. All other
+requests are decided one after the other.
 
 This module evaluates no array and reads none.
 """

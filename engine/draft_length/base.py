@@ -66,7 +66,7 @@ class Plan:
     plain     no draft pays, or the credit does not allow one
     measure   a plain step or, in a calibration, a draft, whose cost is measured
     budget    `limit` leaves no room for a draft
-    free      up to the longest draft; the rule decides when free sources have proposed
+    free      the longest draft, until the rule has seen what free sources propose
     """
 
     length: int  # tokens to draft; 0 is a plain step
@@ -103,8 +103,7 @@ class Feedback:
     drafted: int  # drafted tokens, possibly fewer than planned
     accepted: float  # accepted tokens before any cut; in a batch, the mean
     seconds: float  # of the round, including drafting
-    # Whether it began with a plain step in flight, whose token a draft then emits too
-    behind: bool = False
+    behind: bool = False  # whether it began with a plain step in flight
     ahead: bool = False  # whether the round has left a plain step in flight
     parts: RoundSeconds = NO_TIME  # the seconds by part
     fresh: bool = False  # whether it was the first round of its shape, which is slow
@@ -112,7 +111,7 @@ class Feedback:
 
     @property
     def steady(self) -> bool:
-        """Return whether the round is a plain step between two others."""
+        """Return whether the round is a plain step that follows one and submits one."""
         return self.drafted == 0 and self.behind and self.ahead
 
 
@@ -123,7 +122,8 @@ class DraftLengthPolicy(Protocol):
     The calls alternate: `plan`, then `note` for the round that followed the plan. But
     during a plain step, `plan` is called for the next round before `note`. After a
     failed round, `note` is not called, and the next round follows the same plan. In a
-    batch, plans are dropped and made again when requests join or leave.
+    batch, plans are dropped and made again when requests join or leave. `note` must not
+    raise.
     """
 
     @property
@@ -136,7 +136,7 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan | None:
-        """Learn from a round; return the plan used, None: `plan`. Must not raise."""
+        """Learn from a round; return the plan that it followed, or None for `plan`."""
         ...
 
 

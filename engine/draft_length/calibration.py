@@ -8,8 +8,8 @@ from mlx_speculation.engine.draft_length.costs import PartsTable, bucket_of, few
 from mlx_speculation.engine.timing import RoundSeconds
 
 PASSES = 3  # over all lengths; a busy moment then slows only some rounds of a length
-# Plain steps of a pass, the first and the last not measured; drafts of each length. One
-# draft before these is not measured: the drafter also reads the plain steps' tokens.
+# Plain steps of a pass, the first and the last not measured; drafts of each length. In
+# between, an unmeasured draft makes the drafter read the plain steps' tokens.
 PLAIN_STEPS, DRAFTS = 7, 2
 
 
@@ -30,7 +30,7 @@ class Calibration:
         return Plan(max(0, min(next(self._script, 0), limit)), "measure")
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
-        """Record the time of a plain step between two, or of a draft after a draft."""
+        """Record the seconds of a `steady` round, or of a draft after another draft."""
         self.done += 1
         drafts = feedback.drafted > 0
         usual = feedback.steady or (drafts and self._drafted and not feedback.behind)

@@ -36,7 +36,7 @@ class PolicyFactory:
         self._others = {"exact": shape and shape.rows, **others}
         self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
         self._known: dict[int, list[Source]] = {}  # by rows of a batch; 0: of streams
-        # The second is for streams with a prediction: other drafts say little of theirs
+        # For streams without a prediction, for streams with one, and for batches
         self._credits, self._batch_credit = (Credit(), Credit()), Credit(*BATCH_CREDIT)
 
     def for_stream(
@@ -96,7 +96,7 @@ class PolicyFactory:
         return self._known[rows]
 
     def calibrated(self, rows: int = 0) -> Source:
-        """Return the source that a calibration measures: a costly one, if any."""
+        """Return the source to calibrate: the first not free, else the first."""
         return min(self.sources(rows), key=lambda one: one.free, default=Source())
 
     def _source(self, draft: Draft, rows: int) -> Source:

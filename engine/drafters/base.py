@@ -34,7 +34,7 @@ class Branches:
     Attributes:
         parents: integers [k], for each token the index of its parent, which is smaller
             than the token's index; -1: the token follows the known tokens.
-        levels: deeper tokens are not accepted; children of the known text are level 1.
+        levels: how many levels can be accepted; children of the known text are level 1.
     """
 
     parents: mx.array
@@ -52,7 +52,7 @@ class Proposal:
         source: the kind of drafter; the statistics count by kind.
         reads: how often the host waited for the device while drafting.
         branches: the edges of a tree, in which the likeliest path should come first;
-            allowed if `choose` has a `tree` above 0 (`CheckedChoose`). None: a chain.
+            allowed only if `choose.tree` is above 0 (`CheckedChoose`). None: a chain.
         survival: for each token, the probability that it and all tokens before it are
             accepted; the engine may leave out improbable last tokens. None: not known.
     """

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 PLACES = ("text", "prediction", "history", "document")
 # The longest match of each bucket of lengths; the last bucket has no limit.
 _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
-# Buckets of shares: unknown; 1 of 1; 2 of 2 or 3 of 3; all of more; 5 for less than 1.
+# Buckets of shares: unknown; 1/1; 2/2 and 3/3; 4/4 and so on; five for shares below 1.
 _SHARES = 9
 LEAST_SURVIVAL = 1 / 64  # tokens behind one of lower survival are left out
 

@@ -71,7 +71,7 @@ def test_recurrent_slots_count_with_what_stands_beside_them() -> None:
 
 
 def test_a_round_holds_what_it_undoes() -> None:
-    """A round holds a ring's old rows, a second recurrent state, and no plain rows."""
+    """A round holds old rows of a ring and old states, but nothing of a `KVCache`."""
 
     def held_in_a_round(cache: Any, rows: int) -> int:
         with Speculation([cache]) as speculation:

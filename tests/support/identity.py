@@ -21,8 +21,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.9, seed=11)
 GREEDY = Sampling(seed=0)
-# Largest difference of a logit, between forwards of different numbers of rows, that is
-# taken for rounding; for tiny models in float32.
+# Largest difference of a logit that counts as rounding; for tiny models in float32.
 ROUNDING = 1e-3
 DRAFTERS = ("right", "wrong", "random", "turning")
 

@@ -1,4 +1,4 @@
-"""A calibration measures the best size for the parts of a round's forward."""
+"""A calibration measures how many layers a forward should submit at once."""
 
 from pathlib import Path
 from types import SimpleNamespace
