@@ -20,7 +20,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTION)
 # Vague names. A better name says what it holds, such as kept_rows or next_plan.
 NAMES = {"found", "own", "held", "asked", "became", "begun", "following"}
-# Words that no other project uses in this sense. Better words, in this order:
+# Words that no other project uses. Better words, in the order of the pattern:
 # tolerates_invalid_logits, is_draft, sequential, probed, distribution, fix, received.
 WORDS = re.compile(r"(^|_)(indifferent|guesses|in_turn|told|laws?|mend|heard)(_|$)")
 # `behind` means that a plain step was in flight when the round began. These folders
@@ -134,9 +134,9 @@ RULES = {
         "A docstring opens with a noun or a verb", relative_openings, SOURCES
     ),
     "bare names": Rule("A name says what it holds", bare_names, SOURCES),
-    "dialect": Rule("A variable has none of these words", dialect, SOURCES),
+    "dialect": Rule("No variable has a word of WORDS", dialect, SOURCES),
     "dialect, defined": Rule(
-        "A function or class has none of these words", dialect_defined, SOURCES
+        "No function or class has a word of WORDS", dialect_defined, SOURCES
     ),
     "behind": Rule("Only IN_FLIGHT says `behind`", words_of_order, SOURCES, IN_FLIGHT),
     "sections": Rule("Entries of Args exist in code", stale_entries, SOURCES),

@@ -170,7 +170,7 @@ class ArraysJournal:
 
     def _state_after(self, keep: Keep) -> ArraysCache:
         shown = self.presented
-        if self.written in (None, 0, keep):  # 0: the model does not use this layer
+        if self.written in (None, 0, keep):  # 0: no writes
             return shown
         assert isinstance(shown, RecordingArraysCache)
         assert isinstance(keep, int)

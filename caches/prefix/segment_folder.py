@@ -1,4 +1,4 @@
-"""The folder of a prefix cache: segments of the tree as files, and the key to them.
+"""The folder of a prefix cache: a file for each segment of a text, and a key.
 
     key                        32 bytes, made once, for all HMACs
     MODEL-SEGMENT.safetensors  MODEL: an HMAC of the model's mark; SEGMENT: an HMAC of
@@ -58,8 +58,8 @@ class Segment:
     parent: str  # the hash of all tokens before it
     start: int  # the number of these tokens
     tokens: tuple[int, ...]  # the segment's own tokens
-    roles: frozenset[str]  # the marks of the roles whose rows it has
-    points: frozenset[str]  # the marks of the roles with a restore point at its end
+    roles: frozenset[str]  # the marks (`Role.mark`) of models whose rows it has
+    points: frozenset[str]  # the marks of models with a restore point at its end
     written: bool = False  # whether the model generated its tokens
 
     @property
@@ -187,7 +187,7 @@ class SegmentFolder:
         return result
 
     def read(self, segment: Segment) -> tuple[dict[str, mx.array], Any]:
-        """Return the arrays and the plan of a segment; `decoded` takes both.
+        """Return the arrays and the plan (see `segment.py`) of a segment.
 
         Raises:
             FlawError: the file has changed since it was written, or is gone.

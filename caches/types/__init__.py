@@ -1,8 +1,8 @@
 """Cache classes of this project, and conversions from and to mlx-lm's.
 
     sliding_kv    a sliding window with its rows in order, not a ring
-    ragged_kv     a batch whose rows end at different columns
-    ragged_quantized_kv   such a batch with quantized rows
+    ragged_kv     a batch whose sequences end at different columns
+    ragged_quantized_kv   such a batch, with quantized keys and values
     padded_kv     keys padded to one of few lengths, for cuDNN
     fixed_view    keys in views of fixed sizes, for exact mode
     tree_view     caches as a model sees them while it is fed a tree

@@ -7,9 +7,9 @@ again.
 
     fault                                         detected
     begin, propose, settle or discard raises      at once
-    too many tokens, or no proposal at all        at once
-    ids that the target lacks, NaN in the logits  when the round is read; the round
-                                                  runs with valid ids in their place
+    a value that is not a valid `Proposal`        at once
+    ids that the target lacks, NaN in the logits  by `settle`; the round has run with
+                                                  valid ids in their place
 
 Errors that the request's logits processors or its constraint raise in `choose` are not
 faults of the drafter: they are raised to the caller, like Ctrl-C and MemoryError.
@@ -115,9 +115,9 @@ class CheckedChoose:
     def checked(self, draft: Proposal, limit: int) -> Proposal:
         """Return the proposal; replace each id that the target's embedding lacks.
 
-        Such an id would read memory outside of the target's embedding. A replacement
-        cannot change the distribution of the text, unless the proposal has
-        probabilities: a replacement was not drawn from them.
+        Such an id would read memory outside of the target's embedding. Only if the
+        proposal has probabilities can a replacement change the distribution of the
+        text: it was not drawn from them.
 
         Raises:
             InvalidRequestError: `draft` is no proposal, is longer than `limit`, or

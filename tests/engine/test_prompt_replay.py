@@ -83,7 +83,7 @@ def test_answers_of_several_turns_come_back() -> None:
 
 
 def test_thinking_of_another_session_never_comes_in() -> None:
-    """Sessions with equal visible text after different thinking get their own ids."""
+    """Sessions that differ only in their thinking each get their own token ids."""
     prompt, seen = encode("ask"), encode("seen")
     thinking = [[5, 6, 7, 8], [9, 4, 9, 4]]
     prefixes, _owners = filled([(prompt, [*each, *seen]) for each in thinking])

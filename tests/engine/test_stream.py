@@ -297,8 +297,8 @@ def test_a_drafted_round_waits_for_the_device_once(
         counted(mx, wait)
     before = stream.stats.rounds
     list(stream)
-    # A round reads its outcome once. Before it come three evaluations: of the draft,
-    # the logits and the tokens, to time each. The last round can lack room for a draft.
+    # A round evaluates the draft, the logits and the tokens one by one, to time each,
+    # and then reads its outcome. The last round can lack room for a draft.
     reads = waits.count("outcomes")
     assert reads == stream.stats.rounds - before
     drafted, plain = [*["eval"] * 3, "outcomes"], ["eval", "outcomes"]

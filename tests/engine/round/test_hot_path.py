@@ -154,7 +154,7 @@ def test_a_round_of_text_knows_nothing_of_images(length: int) -> None:
 def test_a_text_costs_a_target_that_reads_images_what_it_costs_another(
     length: int,
 ) -> None:
-    """Such a target's forward makes up to six more calls, for image positions."""
+    """A target that reads images makes up to six more calls in a round."""
     target, tokenizer = tiny_vision.tiny("qwen3_vl"), tiny_vision.tokenizer()
     text = walk_of_a_round(length)
     before = walk_of_target(target, tokenizer, tiny_vision.VOCAB, length)

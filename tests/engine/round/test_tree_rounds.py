@@ -96,7 +96,7 @@ def test_after_any_trees_the_caches_hold_the_text(
 
 @cache
 def trees_of(sliding: Any) -> SpeculativeGenerator:
-    """Return one generator for all examples, since making one probes its model."""
+    """Return one generator for all examples: making one runs its model on a tree."""
     drafter = TreeDrafter(plain("gemma3_text", GREEDY), 1.0)
     return with_trees("gemma3_text", drafter, sliding=sliding)
 

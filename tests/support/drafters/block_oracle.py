@@ -44,7 +44,7 @@ class BlockOracle:
         with taps.collect() as collected:
             draft.model(mx.array([text]))
         self._context = drafter.states(collected)
-        self.fed = 0  # context positions that came without a block
+        self.fed = 0  # context positions written by `history`
         drafter.history = self.history
         drafter.rows = self.rows
         drafter._logits = self.logits

@@ -211,10 +211,10 @@ def _until_stopped(
                 f"The context is {context} tokens; agents begin with {AGENT_TOKENS:,} "
                 "to 25,000."
             )
-        screen.say("To use an agent with it, run its command in another terminal:")
+        screen.say("To use an agent, run its command in another terminal:")
         for agent, line in agent_lines(server.url, settings.names[0], context).items():
             typer.echo(f"\n# {agent}\n{line}", err=True)  # unwrapped, to be copied
-        # A timeout, since a signal in another thread does not end this wait.
+        # Without a timeout, a signal that another thread gets would not end this wait.
         while not threading.Event().wait(LOOK_SECONDS):
             pass
     screen.say("ending")

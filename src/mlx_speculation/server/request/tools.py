@@ -1,4 +1,4 @@
-"""Tools of a request in the forms of all APIs, and those that have to be called.
+"""Tools of a request in the forms of all APIs, and which may or must be called.
 
 namespace   its tools get flat names, NAMESPACE__NAME, in the chat template
 custom      a tool that takes a text becomes a function with the argument "input"
