@@ -52,7 +52,7 @@ def split_head(folder: Path, out: Path) -> Split:
     """Write a model folder in which the head is in mtp.safetensors.
 
     Names, dtypes and bytes of all tensors stay. If the norms of the head are stored
-    minus 1, the new config.json says so: the shards show it only for a head in them.
+    minus 1, the new config.json says so, since the new shards do not show it.
 
     Raises:
         ModelFolderError: there is no head in the shards, one is beside them, or `out`
@@ -175,7 +175,7 @@ def main(
     done = split_head(folder, out)
     print(f"{len(done.head)} tensors of the head are in {done.folder / SIDECAR}")
     print(f"{done.trunk} tensors of the model are in its shards")
-    print(f"norms of the head: {done.norms or 'not known; a probe tells'}")
+    print(f"norms of the head: {done.norms or 'not known; loading runs a probe'}")
     record = {"head": len(done.head), "model": done.trunk, "norms": done.norms}
     print(json.dumps(record))
 

@@ -28,7 +28,7 @@ class LiveJournal:
 
 
 class ListenedTo(Generic[JournalT]):
-    """Base of views that call their journal; a view's class names it as first base."""
+    """First base class of views that call their journal."""
 
     __slots__ = ("_journal",)
     _journal: "weakref.ref[JournalT]"  # weak: a strong one makes a cycle

@@ -8,9 +8,9 @@
 
 For each role (the target, a draft model, heads) a node holds the rows of the tokens on
 the edge above it, and perhaps the states at the end of the edge. For the edge [a, b)
-and a role with lag L (`Role.lag`), these are the rows [a - L, b - L). If a node lacks a
-role's rows, that role can use only the nodes above it. A node without the target's rows
-in memory is bare. All nodes below a bare node are bare too.
+and a role with lag L (`Role.lag`), these are the rows [a - L, b - L), from row 0 on. If
+a node lacks a role's rows, that role can use only the nodes above it. A node without
+the target's rows in memory is bare. All nodes below a bare node are bare too.
 
 A role whose caches have only rows can be resumed at any token. A role with states can
 be resumed only at a restore point: the end of a node that holds its states.
@@ -40,8 +40,9 @@ class Node:
         rows: by role, the caches' rows for the edge, without states.
         points: by role, the restore point at the end of the edge, if there is one.
         children: by the first token of their edges.
-        used: the last use, on the tree's clock; larger is later.
-        uses: number of stored requests that contain the node's tokens.
+        used: the number of the last use, counted by `BoundedTree`.
+        uses: number of stored requests that contain the node's tokens; a new node
+            begins with its parent's number.
         level: `Budget.level` at the last use; a part of the node's eviction cost.
         seen: the time of the last use, in seconds.
         file: the file that holds this node, and perhaps others; None: no file does.
@@ -140,8 +141,8 @@ class PrefixTree:
 
         The results are the number of tokens before that answer, and all answers that
         begin there, the longest first. For each node inside an answer, the part up to
-        the node is listed too. If `tokens` stop matching elsewhere, or if all match and
-        end at a node, the results are 0 and an empty list.
+        the node is listed too. If `tokens` differ elsewhere, or end at any node, the
+        results are 0 and an empty list.
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]
@@ -233,8 +234,8 @@ class PrefixTree:
         """Free the useless nodes from `node` upwards; return the bytes freed.
 
         A node without children in memory is useless if the target cannot be resumed
-        after it. Nodes used at `before` or later, and nodes that begin before `start`,
-        stay.
+        after it. Nodes stay if their `used` is `before` or more, or if they begin
+        before the token `start`.
         """
         freed, stateful = 0, self._roles[0].stateful
         while (

@@ -73,7 +73,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
     def _check_form(self, other: Any) -> None:
         if (self.group_size, self.bits) != (other.group_size, other.bits):
             raise InvalidRequestError(
-                f"Rows of {other.bits} bits in groups of {other.group_size} cannot be "
-                f"joined with rows of {self.bits} bits in groups of {self.group_size}. "
+                f"Rows of bits={other.bits}, group_size={other.group_size} cannot be "
+                f"joined with rows of bits={self.bits}, group_size={self.group_size}. "
                 "Join only rows that are quantized alike."
             )

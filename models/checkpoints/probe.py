@@ -78,7 +78,7 @@ class Score:
 
     @property
     def above_chance(self) -> bool:
-        """Return whether chance or a wrong convention would give less agreement.
+        """Return whether the agreement is too large for chance or a wrong convention.
 
         Cohen's kappa, which corrects for chance, has to be at least `LEAST_AGREEMENT`.
         """
@@ -162,8 +162,8 @@ def ranked(
     if not scores[best].above_chance:
         said = "; ".join(f"{shown(each)} {score}" for each, score in scores.items())
         raise ConventionError(
-            "The draft was tried with each possible convention, and with each it "
-            "predicts the target's text no better than by chance: "
+            "The draft was tried with each possible convention, and with none does it "
+            "predict the target's text clearly better than by chance: "
             f"{said}. Choose the draft that belongs to this model, or {advice}."
         )
     return scores

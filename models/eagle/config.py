@@ -2,9 +2,8 @@
 
 Five dialects are read: that of SGLang and SpecForge, that of vLLM, that of the authors
 of EAGLE-3, that of DeepSpec, and that of the library `speculators`. The last one has
-the sizes of the layers in a nested part. A number in a list of layers means "layers"
-(the index of a layer) or "tuple" (an index into the tuple of hidden states); see
-`checkpoints.layer_readings`.
+the sizes of the layers in a nested part. A list of the target's layers holds indices of
+layers ("layers") or of the tuple of hidden states ("tuple"), see `layer_readings.py`.
 
 A head with `use_aux_hidden_state` false reads only the target's last state: the output
 of the last layer ("layers"), or that of the final norm, which ends the tuple ("tuple").
@@ -174,7 +173,7 @@ def layer_readings(
     Layers are counted from 0; -1 stands for the embeddings, `AFTER_NORM` for the output
     of the final norm. The target has `trunk` layers. `features` has each possible
     number of layers that the head reads; empty: unknown. `counts` says how the list in
-    config.json counts; None: both ways are candidates, the usual one for its key first.
+    config.json counts; None: both ways are candidates.
 
     Raises:
         ModelFolderError: the target lacks a listed layer; `fc` takes another number of

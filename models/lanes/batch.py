@@ -11,7 +11,7 @@ tokens of the first row, and keep as many positions as that row. Logits of spare
 are not read.
 
     rows a b c d e f g h, 3 positions      fed   a b c d e f g h     [8, 3]
-    c leaves                               fed   a b . d e f g h     [8, 3]
+    c leaves                               fed   a b a d e f g h     [8, 3]
     f and h leave                          fed   a b d e g a         [6, 3]
     i joins                                fed   a b d e g i         [6, 3]
 
@@ -203,8 +203,8 @@ class BatchRound(RequestRound):
         if self._fed_as is not None:
             tokens, stand = tokens[mx.array(self._fed_as)], lane.stand
         more = lane.padding(width) if width == self._count and not self._whole else 0
-        if more:  # any tokens: no request keeps what they write
-            tokens = mx.pad(tokens, [(0, 0), (0, more)])
+        if more:
+            tokens = mx.pad(tokens, [(0, 0), (0, more)])  # no request keeps this
         step = plain_step(tokens.size) if self._whole else NOTHING
         taps = NOTHING if self._taps is None else self._taps.collect(self._hidden)
         with taps, rows_of_a_round(lane.part), step:

@@ -19,7 +19,7 @@ from mlx_speculation.models.introspect.taps import States
 
 Callback = Callable[[], None]
 
-# Twice the longest chunk of a prompt. If more states are unread, no drafter reads them.
+# Twice the longest chunk of a prompt; a drafter never leaves more states unread.
 MOST_UNREAD = 4096
 
 

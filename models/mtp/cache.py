@@ -56,7 +56,7 @@ class HeadCache(HeadRows):
 
     @property
     def state(self) -> HeadState:
-        """The ends of the layers, and the states that wait for a layer."""
+        """The ends and the waiting states of the layers; see `HeadState`."""
         return HeadState(tuple(ends[0] for ends in self.ends), tuple(self.waiting))
 
     @property

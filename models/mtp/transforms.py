@@ -1,7 +1,6 @@
 """Conversion of the stored tensors of an MTP head to the parameters of its module.
 
-mlx-lm drops these tensors, so they are converted here. The conversions depend on the
-tensors alone, never on config.json:
+mlx-lm drops these tensors, so they are converted here, without reading config.json:
 
     X.weight, X.weight_scale_inv         e4m3, a scale for each 128 x 128: made bfloat16
     experts.{e}.gate_proj.weight ...     stacked to switch_mlp.gate_proj.weight

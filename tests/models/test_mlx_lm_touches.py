@@ -59,8 +59,8 @@ def test_mlx_lm_is_as_it_was_read() -> None:
             changed.append(
                 f"{module}.{name} is not what was read of mlx-lm {MLX_LM_VERSION} "
                 f"({mlx_lm.__version__} is here). {fields['used_by']} relies on this: "
-                f"{fields['reason']}. Read the new source, run the tests of that "
-                f"folder, and then set sha256 to {digest}."
+                f"{fields['reason']}. Read the new source, run the tests of this "
+                f"file's folder, and then set sha256 to {digest}."
             )
     assert not changed, "\n".join(changed)
 

@@ -9,7 +9,7 @@
     answering       answers a request of any API
     answer_parts    text, reasoning and tool calls of an answer
     job             passes one text between its connection and the engine
-    engine_thread   takes jobs, and runs those with the same draft and mode together
+    engine_thread   takes jobs; those with equal `draft` and `exact` run together
     batch_runner    runs jobs as rows of a `BatchGenerator`
     schemas/        JSON schemas, compiled in processes with limits
 

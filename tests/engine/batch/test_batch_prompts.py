@@ -63,7 +63,7 @@ def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
             assert sum(progress) - before <= STEP
             assert sum(read_widths(fed)) <= STEP
             calls += 1
-        # If a step is in flight at the first call, that call reads nothing.
+        # If a plain step is in flight at the first call, that call reads no chunk.
         assert calls - -(-(LONG - 1) // STEP) in (0, 1)
         assert sum(progress) == LONG - 1
         assert set(progress[:-1]) == {STEP}

@@ -216,7 +216,7 @@ def test_the_file_may_name_a_head_of_any_kind(
     draft = made._setup.draft
     assert draft is not None
     if name in ("prism", "aws"):  # their lists of layers are ambiguous
-        assert "no better than by chance" in notices[0]
+        assert "clearly better than by chance" in notices[0]
         assert isinstance(draft, LookupDraft)
     else:
         assert notices == []

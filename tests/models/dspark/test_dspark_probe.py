@@ -38,7 +38,7 @@ def test_the_reading_in_which_it_drafts_well_is_taken(
 
 def test_one_that_drafts_well_in_no_reading_is_refused(tmp_path: Path) -> None:
     folder = write_block(tmp_path, "speculators", (0, 1, 2))
-    with pytest.raises(ConventionError, match="no better than by chance: Reading"):
+    with pytest.raises(ConventionError, match="clearly better than by chance: Reading"):
         load_dspark(folder, build("llama", layers=4), starts=STARTS)
 
 

@@ -57,7 +57,7 @@ def measured(
         generator = SpeculativeGenerator(model, tokenizer, draft=str(draft))
         speeds = _by_turns(generator, prompts, until)
     except ConventionError as error:  # the head has learned almost nothing
-        return None, f"It drafts no better than by chance. {error}"
+        return None, f"It drafts hardly better than by chance. {error}"
     except SpeculationError as error:  # not raised, since the training is complete
         return None, f"Its speed could not be measured. {error}"
     if speeds is None:

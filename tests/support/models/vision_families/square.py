@@ -1,4 +1,4 @@
-"""Families whose images have one size, and so a fixed number of slots."""
+"""Families whose images all have one size."""
 
 import mlx.core as mx
 
