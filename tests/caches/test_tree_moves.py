@@ -79,7 +79,7 @@ def test_a_cache_after_a_path_equals_one_that_saw_its_tokens(
                     speculation.rollback()
                     keep = 0
             else:
-                keep = 0  # the end of the block rolls back
+                keep = 0  # leaving `with` without a commit rolls back
         for twin in twins if keep else ():
             if isinstance(twin, RotatingKVCache):
                 written(twin, moved[:keep])

@@ -77,10 +77,10 @@ def test_every_replayable_mixer_stands_in_a_tiny_model() -> None:
 
 @pytest.mark.parametrize("name", RECURRENT_MODELS)
 def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
-    """Slots and next logits equal those after feeding only the kept rows.
+    """Slots and next logits equal those after feeding only the kept tokens.
 
-    Forwards of one row and of several may round differently. So the bound is the
-    difference between feeding the kept rows at once and one by one. Models that are
+    Forwards of one token and of several may round differently. So the bound is the
+    difference between feeding the kept tokens at once and one by one. Models that are
     `bitwise` must have equal bits.
     """
     model = build_recurrent(name)

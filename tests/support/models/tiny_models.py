@@ -40,7 +40,7 @@ class TinyModel:
 
     name: str  # key in the table, such as "llama(sliding)"
     module: str  # in mlx_lm.models
-    # Many rows in one forward equal single rows bit for bit, on the Linux CPU wheel.
+    # Many tokens in one forward have the same bits as one by one (Linux CPU wheel)
     bitwise: bool
     window: int | None  # of its sliding layers
     args: dict[str, Any]  # of ModelArgs.from_dict
