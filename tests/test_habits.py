@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from mlx_speculation import demo_models
+
 ROOT = Path(__file__).parent.parent
 GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -51,6 +53,13 @@ def test_the_workflow_tests_on_linux_and_on_apple_silicon() -> None:
         if re.search(r":: 3\.\d+$", line)
     }
     assert versions <= named
+
+
+def test_the_report_of_a_mac_is_written_without_a_terminal() -> None:
+    job = read(GITHUB / "workflows/test.yml")["jobs"]["test"]
+    (name,) = re.findall(r"demo_models\(\)\['(\w+)'\]", steps(job))
+    assert name in demo_models()
+    assert re.search(r'mlx-speculation report "\$model" .*--yes', steps(job))
 
 
 def test_the_long_suite_runs_nightly() -> None:
