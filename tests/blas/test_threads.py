@@ -106,7 +106,7 @@ def test_idle_threads_sleep_at_once_where_there_may_be_two_on_two_cores(
 ) -> None:
     plan = plan_threads(cores, environment)
     assert plan.environment() == given
-    assert ("sleep after 2^10 ticks" in str(plan)) == (TIMEOUT in given)
+    assert ("; idle ones sleep at once" in str(plan)) == (TIMEOUT in given)
 
 
 def test_the_plan_gives_its_reason() -> None:

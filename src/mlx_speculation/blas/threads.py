@@ -81,7 +81,7 @@ class ThreadPlan:
         """Describe the plan in one line."""
         if self.sleep_after is None:
             return self.why
-        return f"{self.why}; idle ones sleep after 2^{self.sleep_after} ticks"
+        return f"{self.why}; idle ones sleep at once"
 
 
 def plan_threads(cores: int, environment: Mapping[str, str]) -> ThreadPlan:
