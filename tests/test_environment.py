@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,12 @@ def test_the_quota_is_the_smallest_of_the_groups(
 ) -> None:
     _write(tmp_path, files)
     assert cpu_quota(tmp_path) == quota
+
+
+def test_a_machine_is_described_in_words() -> None:
+    said = environment.machine()
+    assert re.fullmatch(r"[1-9]\d* GiB", said["memory"])
+    assert said["device"] in ("cpu", "gpu")
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,15 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu_model(),
         "cores": cores(),
+        "memory": f"{_memory() / 2**30:.0f} GiB",
         "platform": platform.platform(),
-        "device": str(mx.default_device()),
+        "device": mx.default_device().type.name,
         "device_name": mx.device_info().get("device_name"),
     }
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def versions() -> dict[str, str]:

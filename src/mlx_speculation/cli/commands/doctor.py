@@ -101,7 +101,7 @@ def _mlx() -> tuple[str | None, str | None, dict[str, Any]]:
         return str(error), None, {}
     gpus = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available()}
     backend = next((name for name, there in gpus.items() if there), "cpu")
-    return None, backend, {"device": str(mx.default_device()), **device}
+    return None, backend, {"device": mx.default_device().type.name, **device}
 
 
 def _cache_folder() -> tuple[Path | None, bool]:
