@@ -4,7 +4,9 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -42,6 +44,26 @@ def test_a_line_is_shown_elsewhere_from_time_to_time(
     assert shown(terminal=False) == ""
     monkeypatch.setattr("mlx_speculation.cli.console.QUIET_SECONDS", 0.0)
     assert shown(terminal=False) == "reading: 3/12\n"
+
+
+def test_the_time_left_is_estimated_anew_for_each_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_speculation.cli.console.QUIET_SECONDS", 0.0)
+    seconds = iter([0.0, 50.0, 53.0, 59.0, 80.0, 84.0])
+    monkeypatch.setattr(
+        "mlx_speculation.cli.console.time.monotonic", lambda: next(seconds)
+    )
+    screen, written = Screen(), io.StringIO()
+    screen.notes = SimpleNamespace(  # type: ignore[assignment]
+        is_terminal=False, print=lambda line, **_: written.write(f"{line}\n")
+    )
+    monkeypatch.setattr("mlx_speculation.cli.console.Progress", MagicMock())
+    with screen.progress("a") as report:
+        for counts in ((1, 5), (2, 5), (5, 5), (1, 7), (2, 7)):
+            report(*counts)
+    left = [line.partition(", ")[2] for line in written.getvalue().splitlines()]
+    assert left == ["", "about 9 s left", "", "", "about 20 s left"]
 
 
 @pytest.mark.parametrize("width", [20, 40, 70, 120])

@@ -93,15 +93,21 @@ class Screen:
         with bar:
             task = bar.add_task(what, total=None, count="")
             said = time.monotonic()
+            first = said, 0, 0
 
             def report(done: int, total: int) -> None:
-                nonlocal said
-                count = f"{done}/{total}"
+                nonlocal said, first
+                now, count = time.monotonic(), f"{done}/{total}"
+                if total != first[2] or done <= first[1]:  # a phase begins
+                    first = now, done, total
+                elif done < total:
+                    rate = (now - first[0]) / (done - first[1])
+                    count += f", about {rate * (total - done):.0f} s left"
                 bar.update(task, completed=done, total=total, count=count)
                 if self.notes.is_terminal:
                     return
-                if time.monotonic() - said >= QUIET_SECONDS:
-                    said = time.monotonic()
+                if now - said >= QUIET_SECONDS:
+                    said = now
                     self.say(f"{what}: {count}")
 
             yield report
