@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Result, Statistics
     from mlx_speculation.engine.equivalence.texts import Parting
 
-MLX_LM = "mlx-lm plain"
+OURS, MLX_LM = "no draft", "mlx-lm, no draft"  # names of the two plain arms
 WARM_UP_TOKENS = 16
 # Above this ratio of plain decoding's fastest to its slowest pass, a machine is busy.
 BUSY = 1.4
@@ -45,6 +45,19 @@ def busy(speeds: Sequence[float]) -> str | None:
         f"Plain decoding ran at {low:.1f} to {high:.1f} tokens/s: other programs were "
         "busy, so these figures say little. Close them and measure again."
     )
+
+
+def ratio_note(plain: str) -> str:
+    """Return what the column "x plain" of a table is; `plain` is an arm's name."""
+    return (
+        f'x plain: each pass divides the speed by that of "{plain}" in the same pass; '
+        "the median of these ratios can differ from the ratio of the median speeds."
+    )
+
+
+def counted_texts(count: int, *, chat: bool) -> str:
+    """Return a number of texts or chat messages in words."""
+    return f"{count} {'chat message' if chat else 'text'}{'s' * (count != 1)}"
 
 
 @dataclass(slots=True)
@@ -101,7 +114,7 @@ def arms_of(drafts: Sequence[str], lengths: Sequence[int | None]) -> list[Arm]:
         for draft, name in enumerate(drafts)
         for length in lengths
     ]
-    return [Arm("plain", 0), Arm(MLX_LM, 0), *drafted]
+    return [Arm(OURS, 0), Arm(MLX_LM, 0), *drafted]
 
 
 def measure(
@@ -139,7 +152,7 @@ def measure(
                 generator = generators[arm.draft]
                 runs[arm.name] = _run(generator, sampling, arm, prompt, sizes[which])
                 report(number * len(arms) + len(runs), passes * len(arms))
-            plain = runs["plain"][1]
+            plain = runs[OURS][1]
             partings = {
                 name: parting_of(generators[0], sampling, prompt, plain, result)
                 for name, (_, result) in runs.items()

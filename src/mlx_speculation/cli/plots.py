@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_speculation.cli.measure import MLX_LM, Arm, Spread
+from mlx_speculation.cli.measure import MLX_LM, OURS, Arm, Spread
 from mlx_speculation.errors import InvalidRequestError, MissingLibraryError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # Distinct in print and for most colour-blind readers (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKS = ("o", "s", "^", "D", "v", "P")
-_PLAIN = {"plain": ("ours, plain", "-"), MLX_LM: ("mlx-lm, plain", "--")}
+_PLAIN = {OURS: ("ours, plain", "-"), MLX_LM: ("mlx-lm, plain", "--")}
 _SHIFT = 0.09  # keeps the bars of several drafts apart
 
 

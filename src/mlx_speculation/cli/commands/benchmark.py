@@ -17,7 +17,15 @@ from mlx_speculation.cli.inputs import (
     writing,
 )
 from mlx_speculation.cli.load_pair import as_object, begin, beside, open_pair
-from mlx_speculation.cli.measure import Arm, Spread, arms_of, busy, measure
+from mlx_speculation.cli.measure import (
+    Arm,
+    Spread,
+    arms_of,
+    busy,
+    counted_texts,
+    measure,
+    ratio_note,
+)
 from mlx_speculation.cli.options import (
     DRAFT,
     TEMPLATE,
@@ -119,7 +127,7 @@ def benchmark(
         done = measure(generators, arms, prompts, **size, report=report)
     if not done:
         raise KeyboardInterrupt
-    used = f"{min(done, len(prompts))} {'chat messages' if chat else 'texts'}"
+    used = counted_texts(min(done, len(prompts)), chat=chat)
     _report(
         screen,
         arms,
@@ -186,7 +194,8 @@ def _report(
     screen: Screen, arms: Sequence[Arm], names: Sequence[str], title: str, **more: Any
 ) -> None:
     """Print the table and the advice, or the JSON object with the fields `more`."""
-    plain = max(arms[:2], key=lambda arm: Spread.of(arm.speeds).median)
+    ours, theirs = arms[:2]
+    plain = ours if ours.over(theirs.speeds).median >= 1 else theirs
     same = all(arm.same for arm in arms)
     advice = _advice(arms, plain, names)
     screen.table(_table(arms, plain, title))
@@ -243,21 +252,36 @@ def _prompts(
 
 def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
     """Return a line that recommends the fastest draft and length, if one pays."""
-    if warning := busy(plain.speeds):
-        return warning
-    best = max(arms[2:], key=lambda arm: arm.over(plain.speeds).median)
-    gain = best.over(plain.speeds).median
-    if gain < LEAST_GAIN:
+    for arm in arms[:2]:
+        if warning := busy(arm.speeds):
+            return warning
+
+    def order(arm: Arm) -> tuple[bool, float]:
+        ratio = arm.over(plain.speeds)
+        return _pays(ratio), ratio.median
+
+    best = max(arms[2:], key=order)
+    ratio = best.over(plain.speeds)
+    shown = f"x plain is {ratio.median:.2f}, from {ratio.low:.2f} to {ratio.high:.2f}"
+    if ratio.median < LEAST_GAIN:
+        return f"No draft pays here: for the best, {best.name}, {shown}."
+    if not _pays(ratio):
         return (
-            f"No draft pays here: the best, {best.name}, is {gain:.2f} times as fast "
-            "as plain decoding."
+            f"No draft is recommended: for the best, {best.name}, {shown}. Other "
+            "programs were busy, or it suits only some of these texts. Measure again."
         )
     length = "" if best.length is None else f" --draft-length {best.length}"
-    return f"Best here: --draft {names[best.draft]}{length}, {gain:.2f} times plain."
+    return f"Best here: --draft {names[best.draft]}{length}; {shown}."
+
+
+def _pays(ratio: Spread) -> bool:
+    """Return whether the median pass gains, and more than the slowest one loses."""
+    return ratio.median >= LEAST_GAIN and ratio.median * ratio.low >= 1
 
 
 def _table(arms: Sequence[Arm], plain: Arm, title: str) -> Table:
-    table = Table(title=f"Tokens per second, {title}")
+    caption = ratio_note(plain.name)
+    table = Table(title=f"Tokens per second, {title}", caption=caption)
     table.add_column("arm", no_wrap=True)
     for column in ("median", "x plain", "min..max", "accepted"):
         table.add_column(column, justify="right", no_wrap=True)
