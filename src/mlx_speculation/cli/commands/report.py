@@ -1,11 +1,13 @@
 """`report`: measures a model on this machine, and writes a page to share."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -15,6 +17,7 @@ import typer
 from mlx_speculation.cli.console import Report, Screen
 from mlx_speculation.cli.inputs import check_output, writing
 from mlx_speculation.cli.load_pair import short_name
+from mlx_speculation.cli.measure import counted_texts, ratio_note
 from mlx_speculation.cli.options import DRAFT, Model, TrustRemoteCode
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.environment import machine, versions
@@ -35,10 +38,15 @@ SHARED: Mapping[str, Sequence[str]] = {
     ),
 }
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/\"']+/)+")
-_PROGRESS = re.compile(r".+: (\d+)/(\d+)")  # a line of `Screen.progress`
+_PROGRESS = re.compile(r".+: (\d+)/(\d+)(?:, .*)?")  # a line of `Screen.progress`
 ROWS = 8  # tokens in a forward of exact mode
 LENGTH = 4  # the fixed draft length of the benchmark
 SHARE = "https://github.com/mlx-speculation/mlx-speculation/issues/new/choose"
+FACTS = ("model", "weights", "date", "options", "load")
+LOAD = (
+    "{:.1f} before, {:.1f} at the end (programs running, mean of a minute; figures of "
+    "a busy machine say little)"
+)
 BUSY = (
     "A round with a draft took less time than a plain step, so other programs slowed "
     "some rounds or steps. Close other programs and run the report again."
@@ -63,27 +71,33 @@ def report(
     """Measure a model here, and write report.md and report.json to share.
 
     Runs doctor, check, check --exact, calibrate and benchmark, about ten minutes for a
-    model of 8 B on a laptop. The report has the machine, the versions and figures, and
-    nothing else; it is shown before it is written.
+    model of 8 B on a laptop. It has names of models, the machine, versions and figures,
+    and no more. It is shown first; without a terminal, only --yes writes it.
     """
     screen = Screen()
     files = folder / "report.md", folder / "report.json"
     _check_folder(folder, files)
+    load, weights = os.getloadavg()[0], _weights(model)
     drafts = list(dict.fromkeys([*(draft or ["auto"]), "lookup"]))
     remote = ["--trust-remote-code"] if trust_remote_code else []
-    size = ["-m", str(tokens), "--passes", str(passes)]
     named = [word for name in drafts for word in ("--draft", name)]
-    length = ["--compare-length", str(LENGTH)]
+    named += ["--compare-length", str(LENGTH)]
+    named += ["-m", str(tokens), "--passes", str(passes)]
     stages: dict[str, list[str]] = {
         "doctor": ["doctor"],
         "check": ["check", model, *remote],
         "exact": ["check", model, "--exact", str(ROWS), *remote],
         "calibrate": ["calibrate", model, "--draft", drafts[0], *remote],
-        "benchmark": ["benchmark", model, *named, *length, *size, *remote],
+        "benchmark": ["benchmark", model, *named, *remote],
     }
     measured, stopped = _run(stages, screen)
+    options = [f"--draft {short_name(name)}" for name in drafts]
     page = {
         "model": short_name(model),
+        "weights": weights,
+        "date": date.today().isoformat(),
+        "options": f"{' '.join(options)} --tokens {tokens} --passes {passes}",
+        "load": LOAD.format(load, os.getloadavg()[0]),
         "machine": machine(),
         "versions": versions(),
         **({} if stopped is None else {"stopped": stopped}),
@@ -91,12 +105,7 @@ def report(
     }
     text = markdown(page)
     screen.text(text)
-    if sys.stdin.isatty() and not yes:
-        typer.confirm(f"Write this to {files[0]} and {files[1]}?", abort=True)
-    for file, content in zip(files, (text, json.dumps(page, indent=1)), strict=True):
-        with writing("--folder", file) as opened:
-            opened.write_text(content + "\n" * (file == files[1]), encoding="utf-8")
-    screen.say(f"written: {files[0]}, {files[1]}; to share: {SHARE}")
+    _write(files, (text, json.dumps(page, indent=1) + "\n"), screen, yes=yes)
     if stopped is not None:
         raise typer.Exit(INTERRUPTED)
     if any("error" in each for each in measured.values()):
@@ -110,6 +119,45 @@ def _check_folder(folder: Path, files: Sequence[Path]) -> None:
         )
     for file in files:
         check_output("--folder", file)
+
+
+def _weights(model: str) -> str:
+    """Return the bits or dtype of a model's weights, and their size; fetch the model.
+
+    Raises:
+        ModelFolderError: there is no such folder or repository, or no access to it.
+    """
+    from mlx_speculation.models import model_folder
+    from mlx_speculation.models.config_json import nested, read_config, text_config
+    from mlx_speculation.models.safetensors_layout import weight_files
+
+    folder = model_folder(model)
+    config = read_config(folder)
+    size = sum(file.stat().st_size for file in weight_files(folder))
+    bits = nested(config, "quantization", "bits")
+    part = text_config(config)
+    dtype = part.get("dtype") or part.get("torch_dtype") or "dtype unknown"
+    return f"{f'{bits} bits' if bits else dtype}, {size / 1e9:.3g} GB"
+
+
+def _write(
+    files: Sequence[Path], contents: Sequence[str], screen: Screen, *, yes: bool
+) -> None:
+    """Write the files after a yes; say first whether they replace earlier ones."""
+    names = " and ".join(map(str, files))
+    earlier = " and ".join(str(file) for file in files if file.exists())
+    if not yes and not sys.stdin.isatty():
+        screen.say(f"Nothing was written. Run it with --yes to write {names}.")
+        return
+    replaced = f"This replaces the earlier {earlier}." if earlier else ""
+    if not yes:
+        typer.confirm(f"{replaced} Write this to {names}?".lstrip(), abort=True)
+    elif replaced:
+        screen.say(replaced)
+    for file, content in zip(files, contents, strict=True):
+        with writing("--folder", file) as opened:
+            opened.write_text(content, encoding="utf-8")
+    screen.say(f"written: {names}; to share: {SHARE}")
 
 
 def _run(
@@ -190,8 +238,9 @@ def markdown(page: Measured) -> str:
         missing = ", ".join(name for name in _SECTIONS if name not in page)
         said = f"Partial: stopped in {page['stopped']}. Not measured: {missing}."
         lines += [f"**{said}**", ""]
-    lines += [f"- model: {page['model']}"]
-    lines += [f"- {key}: {value}" for key, value in here.items()]
+    facts = {key: page[key] for key in FACTS if key in page} | here
+    facts.pop("device_name")  # it is in the title
+    lines += [f"- {key}: {value}" for key, value in facts.items()]
     lines.append("- " + ", ".join(f"{k} {v}" for k, v in page["versions"].items()))
     for name, write in _SECTIONS.items():
         if name in page:
@@ -228,11 +277,12 @@ def _check(measured: Measured) -> list[str]:
 def _exact(measured: Measured) -> list[str]:
     result = measured["found"]
     price = result["exact_seconds"] / result["plain_seconds"]
-    kept = "exact keeps its promise" if measured["same"] else "EXACT IS NOT EXACT"
+    bits = "same bits" if measured["same"] else "BITS DIFFER"
     return [
-        f"{kept}: {result['differing']} of {result['rows']} tokens differ, in contexts "
-        f"of up to {result['context']} positions. A forward of {measured['exact']} "
-        f"tokens takes {price:.2f} plain steps."
+        f"Exact mode: {bits} on this machine, {result['differing']} of "
+        f"{result['rows']} tokens differ, in contexts of up to {result['context']} "
+        f"positions. A forward of {measured['exact']} tokens takes {price:.2f} plain "
+        "steps."
     ]
 
 
@@ -262,13 +312,13 @@ def _benchmark(measured: Measured) -> list[str]:
         ratios = (over["median"], over["low"], over["high"])
         speeds = (f"{arm['speed']['median']:.1f}", *(f"{each:.2f}" for each in ratios))
         lines.append(_row(arm["name"], *speeds, accepted))
-    kind = "chat messages" if measured["chat"] else "texts"
-    size = f"{measured['passes']} {kind} of up to {measured['tokens']} tokens"
-    text = "all equal" if measured["same"] else "NOT ALL EQUAL"
+    texts = counted_texts(measured["passes"], chat=measured["chat"])
+    same = "equal" if measured["same"] else "NOT ALL EQUAL"
+    size = f"{texts} of up to {measured['tokens']} tokens"
+    note = ratio_note(measured["plain"])
     return [
-        f"{size}, {text} to those of plain decoding; `x plain` is the median, over the "
-        "passes, of the speed divided by plain decoding's in the same pass:",
-        *("", *lines, "", measured["advice"]),
+        f"{size}, {same} to plain decoding's:",
+        *("", *lines, "", note, "", measured["advice"]),
     ]
 
 
