@@ -166,12 +166,12 @@ class BatchDraftLength:
 
     def take(self, rows: Rows) -> None:
         """Plan for these requests from now on, and drop earlier plans."""
-        self.plans, self._next, self.rule.credit = {}, {}, self._credit
+        self.plans, self._next = {}, {}
         for row in rows:
-            ruled = isinstance(row.policy, RuleDraftLength)
-            row.planner = self.rule if ruled else row.policy
-            if ruled and len(rows) == 1:
-                self.rule.credit = row.policy.credit
+            row.planner = policy = row.policy
+            if isinstance(policy, RuleDraftLength):
+                row.planner = self.rule
+                self.rule.credit = policy.credit if len(rows) == 1 else self._credit
 
     def limits(
         self, rows: Rows, context: int, room: list[int], size: int | None = None
