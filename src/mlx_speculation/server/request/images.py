@@ -207,9 +207,8 @@ async def _fetched(
     headers = {**host, "Accept": "image/*", "Accept-Encoding": "identity"}
     name = {"sni_hostname": url.raw_host.decode()}  # the certificate has to have it
     failed: Exception = httpx2.ConnectError("the host has no address")
-    options = {"verify": _context(), "trust_env": False, "timeout": None}
-    left = deadline - time.monotonic()
-    async with asyncio.timeout(left), httpx2.AsyncClient(**options) as client:
+    opened = httpx2.AsyncClient(verify=_context(), trust_env=False, timeout=None)
+    async with asyncio.timeout(deadline - time.monotonic()), opened as client:
         for address in addresses:
             here = url.copy_with(host=address)
             request = client.build_request(
