@@ -308,6 +308,7 @@ def test_an_entry_of_sliding_layers_changes_gemmas_usual_rotation() -> None:
     entries = {**config, "rope_parameters": both}
     for given, thetas in (flat, (5e5, 1e4)), (entries, (1e6, 2e4)):
         made = read_assistant_settings(given).layers.rope_parameters
+        assert made is not None
         assert (made[FULL]["rope_theta"], made[SLIDING]["rope_theta"]) == thetas
 
 
