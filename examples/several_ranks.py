@@ -24,4 +24,5 @@ except RankLostError as lost:
     raise SystemExit(f"\n{lost}") from lost
 if group.rank() == 0:
     stats = stream.result.stats
-    print(f"\n{stats.accepted} of {stats.drafted} drafts, {group.size()} ranks")
+    print(f"\n{stats.accepted} of {stats.drafted} drafted tokens were accepted")
+    print(f"{group.size()} ranks")

@@ -47,7 +47,7 @@ class SavedSlots:
         return self.slots[..., index : index + 1, :]
 
     def holds(self, cache: Any, slot: int, count: int) -> bool:
-        """Return whether the content that `slot` had at `count` positions is saved."""
+        """Return whether `slot` is saved as it is after `count` written positions."""
         index = slot - self.first_slot
         return (
             self.keys() is cache.keys

@@ -7,8 +7,7 @@
     verify         decides, and sends tokens    receives them
                    and the accepted number
 
-Tokens and accepted numbers are sent by operations on lazy arrays, before these are
-evaluated.
+Tokens and accepted numbers are sent by lazy operations, in mlx's graph.
 """
 
 from collections.abc import Callable, Iterator

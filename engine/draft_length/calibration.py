@@ -8,8 +8,8 @@ from mlx_speculation.engine.draft_length.costs import PartsTable, bucket_of, few
 from mlx_speculation.engine.timing import RoundSeconds
 
 PASSES = 3  # over all lengths; a busy moment then slows only some rounds of a length
-# Plain steps of a pass, the first and the last not measured; drafts of each length. In
-# between, an unmeasured draft makes the drafter read the plain steps' tokens.
+# Plain steps of a pass, the first and the last not measured; drafts of each length.
+# Before these, in an unmeasured draft, the drafter reads the plain steps' tokens.
 PLAIN_STEPS, DRAFTS = 7, 2
 
 

@@ -1,10 +1,11 @@
 """A draft model that drafts for many requests at once, in one forward per token.
 
-The caches lack only the last known tokens of a request. The number of missing tokens,
-called the lag, is the same for all requests, so a forward needs no padding. After a
-round with a draft the lag is 2: if all k tokens were accepted, the caches lack the last
-of them, which was not fed, and the bonus. If fewer were accepted, one valid row is
-dropped too. So a draft's first forward feeds two tokens of each request.
+The caches lack only the last known tokens of a request; their number is called the lag.
+A draft needs the same lag for all requests, so that its forwards need no padded tokens.
+After a round with a draft the lag is 2: if all k tokens were accepted, the caches lack
+the last of them, which was not fed, and the bonus. If fewer were accepted, the caches
+drop the token before the correction too, and lack both. So a draft's first forward
+feeds two tokens of each request.
 
     known before   t0 t1 t2 t3              held t0 t1, lag 2, k = 3
     fed            t2 t3 | d1 | d2          d3 is chosen last and not fed
@@ -103,8 +104,8 @@ class SharedModel(SharedDrafter):
         """Return the limits, or [] if the lane has too many tokens to read first."""
         if not self._requests or self._lag() > LONGEST_LAG:
             return []
-        # Lags differ after rounds of other drafters. A padded lane catches up in any
-        # case, since each new lag would be a new shape.
+        # Lags differ after rounds of other drafters. A lane with a `size` catches up
+        # even if they are equal, since each new lag would be a new shape.
         if any(limits) and (self.lane.size is not None or len(set(self._lags())) > 1):
             self._catch_up()
         return limits if len(set(self._lags())) == 1 else []
@@ -194,7 +195,7 @@ class SharedModel(SharedDrafter):
     def _counts(self, missed: int) -> list[int]:
         """Return the sizes of the forwards that feed `missed` tokens.
 
-        A lane that pads its rows uses powers of two, because each new shape costs time.
+        In a lane with a `size` they are powers of two, as each new shape costs time.
         """
         if self.lane.size is None:
             return [missed] if missed else []

@@ -105,9 +105,9 @@ def _folder(file: Path, draft: str) -> Path:
         raise _wrong(
             file, f"draft = {draft[:60]!r}, which is not a valid path", near
         ) from error
-    if not result.is_relative_to(target.parent):
+    if result == target or target.parent not in result.parents:
         raise _wrong(file, f"draft = {draft!r}, which leads to {str(result)!r}", near)
-    if not is_folder or result in (target, target.parent):
+    if not is_folder:
         raise _wrong(file, f"draft = {draft!r}, and there is no such folder", near)
     return result
 

@@ -172,7 +172,7 @@ class MixerCall:
             return value[:, :keep] if value.shape[1] == self.width else value
 
         lengths = getattr(cache, "lengths", None)
-        if lengths is not None:  # a scan would read past the rows that it is fed
+        if lengths is not None:  # a scan would read past the positions that it is fed
             cache.lengths = mx.minimum(lengths, keep)
         self.mixer(
             *(cut(value) for value in self.args),

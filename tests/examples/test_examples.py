@@ -18,7 +18,7 @@ SAYS = {
     "json_text": r"parsed: \{'name': '.*', 'kind': '\w+', 'lines': \d+\}\n",
     "own_benchmark": r"0 drafted: .* 1\.00 x plain\n3 drafted: .*\n",
     "saved_prompt_cache": r"\d{2,} tokens in \d+ KiB\n",
-    "several_ranks": r"def __init__.*\n[1-9]\d* of \d+ drafts, 1 ranks\n",
+    "several_ranks": r"def __init__.*\n[1-9]\d* of \d+ drafted tokens .*\n1 ranks\n",
     "simplest": r"[1-9]\d* of \d+ drafted tokens were accepted\n",
     "streaming_chat": r"The caches hold \d{2,} tokens of 2 turns\.\n",
 }

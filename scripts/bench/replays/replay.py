@@ -2,8 +2,9 @@
 
 A trace has the result of each draft from each position (see scripts/traces.py), and a
 `Machine` has the cost of each round. The rounds are those of `engine.round.decoder` and
-`engine.batch.running`: a plain step submits the next plain step. If the next round
-drafts, its draft begins after the token of the submitted step. Lookups are free.
+`engine.batch.running`: a plain step submits the next plain step, unless the next round
+is planned as a draft. A draft made while a step is in flight begins after the token of
+that step. Lookups are free.
 """
 
 from collections.abc import Iterator, Sequence

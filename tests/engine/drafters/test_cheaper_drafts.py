@@ -286,7 +286,7 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_loaded(
 def test_only_a_draft_model_reads_its_prompt_in_the_ways_of_a_round(
     together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target reads its prompt as in plain decoding, to keep the same text."""
+    """`is_draft` is set in the draft model's lane, and not in the target's."""
     guessed: list[tuple[nn.Module, bool]] = []
     forward = LaneRound.forward
 

@@ -101,6 +101,15 @@ def test_other_paths_are_refused(draft: Any, folder: Path) -> None:
         read_pair(folder, KINDS)
 
 
+@pytest.mark.parametrize("draft", [".", "..", "../target"])
+def test_the_target_s_own_folder_and_its_parent_are_named(
+    draft: str, folder: Path
+) -> None:
+    said(folder, {"draft": draft})
+    with pytest.raises(ModelFolderError, match="', which leads to '/"):
+        read_pair(folder, KINDS)
+
+
 def test_an_absolute_path_is_refused_also_to_the_right_folder(folder: Path) -> None:
     said(folder, {"draft": str(folder / "draft")})
     with pytest.raises(ModelFolderError, match="next to it, such as"):

@@ -147,7 +147,7 @@ def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -
     with hooked(model):
         for keep in (1, 2, 4):
             caches, twin = detached(start), detached(start)
-            # mlx-lm's scan reads past the fed rows if a length exceeds their number.
+            # mlx-lm's scan reads past the fed positions if a length exceeds them.
             for cache in [] if padded else recurrent(twin):
                 cache.lengths = mx.minimum(cache.lengths, keep)
             with Speculation(caches) as speculation:
@@ -302,7 +302,7 @@ def test_an_attention_that_hides_its_keys_is_run_again(
 def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On Metal, which is simulated here, kimi_k3 compiles steps of one row."""
+    """On Metal, which is simulated here, kimi_k3 compiles forwards of one token."""
     model = build_recurrent("kimi_k3")
     model.eval()
     caches = prefilled(model)
