@@ -21,7 +21,7 @@ from mlx_speculation.models import Lane
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Allocated bytes of the arrays that are held when a generation ends.
+    """Bytes allocated when a generation ends, and the peak of its rounds.
 
     Attributes:
         draft_weights: weights that only the draft has, and the output rows that were
@@ -33,7 +33,7 @@ class Memory:
         rounds: the peak bytes that open rounds needed beside the caches, for a rollback
             or a partial commit: old buffers, recurrent states, recorded inputs.
             Measured in each round wider than all before it, and in every 64th round.
-        prefix_cache: rows of earlier requests, and restore points of running ones.
+        prefix_cache: rows and restore points that the prefix cache holds.
     """
 
     target_weights: int

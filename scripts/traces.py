@@ -8,7 +8,7 @@ draft at each position gives the result of every shorter draft from there.
         --name smollm2-lookup --prompts question.jsonl --per-group 4
 
 This command adds a pair of model and draft to traces.npz, or more texts if the pair is
-there, and prints one JSON line. The defaults of --model and --prompts are the bundled
+there. Its last line is a JSON object. The defaults of --model and --prompts are the bundled
 dense model and prompts. The tests and scripts/draft_length.py replay the files in
 tests/support/draft_length/.
 

@@ -1,4 +1,4 @@
-"""The BLAS and the machine decide which operations compute a few rows."""
+"""The operations for the few rows of a round depend on the BLAS and the machine."""
 
 import platform
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ NAMES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 FAMILIES: dict[str, dict[str, Any]] = {
     name: family.config for name, family in TINY.items()
 }
-# One family of each kind; the tests of other families are slow.
+# The families of quick tests; the tests of `OTHERS` are slow.
 KINDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("gemma3", "gemma4", "llava", "smolvlm", "idefics3", "aya_vision"),
@@ -103,7 +103,7 @@ def _let_chunks_be_short() -> None:
 
 
 def tokenizer(names: tuple[str, ...] = NAMES) -> Any:
-    """Return a tokenizer of bytes and the tokens that frame an image."""
+    """Return a tokenizer whose tokens are bytes and the marks around an image."""
     extra = [*names, *(f"<|{i}|>" for i in range(len(names), VOCAB - 256))]
     return byte_tokenizer(tuple(extra))
 
