@@ -108,7 +108,7 @@ class Verifier:
 
         `logits` are the drafter's [rows, vocab], or [rows, n] with `ids`, the distinct
         token ids of the columns, uint32 [n]. Ids that the target lacks are left out.
-        Drafted tokens are `ahead` in `rows`.
+        `rows.ahead` has the tokens of the draft before it.
         """
         chooser = self.draft_chooser
         if ids is not None:

@@ -158,7 +158,7 @@ def generate(
         say(response.text)
         parts.append(response.text)
     say("\n" + "=" * 10 + "\n")
-    if response is not None:  # None: the prompt fills the target's position table
+    if response is not None:  # None: the context has no room for a token
         say(_summary(response) + "\n")
     return "".join(parts)
 

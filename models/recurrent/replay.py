@@ -150,8 +150,8 @@ class MixerCall:
     def replay(self, cache: Any, keep: int) -> None:
         """Change `cache` from the state before the call to the state after `keep` rows.
 
-        With incomplete notes, or if rows of a batch have lengths or padding, the mixer
-        runs again over the first `keep` positions.
+        With incomplete notes, the mixer runs again over the first `keep` positions. So
+        it does for a padded cache, if the recipe `runs_again`.
         """
         recipe = self.recipe if self.complete else None
         if recipe is None or (recipe.runs_again and _is_padded(cache)):
@@ -172,7 +172,7 @@ class MixerCall:
             return value[:, :keep] if value.shape[1] == self.width else value
 
         lengths = getattr(cache, "lengths", None)
-        if lengths is not None:  # a scan would read past the positions that it is fed
+        if lengths is not None:  # beyond `keep`, a scan would read past its input
             cache.lengths = mx.minimum(lengths, keep)
         self.mixer(
             *(cut(value) for value in self.args),

@@ -162,7 +162,7 @@ def check(
 
 
 def test_a_draft_after_the_end_of_a_text_leaves_no_call() -> None:
-    """A draft is verified before the host reads the token in front that ends the text."""
+    """A draft may be verified before the host reads the token that ends the text."""
     check({"temperature": 0.0, "seed": 0}, "lookup", 1, ["forkable"], {1})
 
 

@@ -1,4 +1,4 @@
-"""The position of an assistant: scores of both anchors, and refusals."""
+"""The position at which an assistant drafts, by the anchors' scores, and refusals."""
 
 import mlx.core as mx
 import numpy as np
