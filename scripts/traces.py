@@ -8,9 +8,9 @@ draft at each position gives the result of every shorter draft from there.
         --name smollm2-lookup --prompts question.jsonl --per-group 4
 
 This command adds a pair of model and draft to traces.npz, or more texts if the pair is
-there. Its last line is a JSON object. The defaults of --model and --prompts are the bundled
-dense model and prompts. The tests and scripts/draft_length.py replay the files in
-tests/support/draft_length/.
+there. Its last line is a JSON object. The defaults of --model and --prompts are the
+bundled dense model and prompts. The tests and scripts/draft_length.py replay the files
+in tests/support/draft_length/.
 
 A chat model ends its texts itself; other texts end after --tokens. Arrays named
 `NAME/GROUP/...` have one row for each text of a pair, with zeros after its end:

@@ -47,7 +47,7 @@ class AcceptanceRates:
         return result
 
     def note(self, buckets: Sequence[int], right: float) -> None:
-        """Learn that `right` tokens were accepted, and the next not; n - 0.5: only n."""
+        """Learn that `right` tokens were accepted, the next not; n - 0.5: only n."""
         for index, bucket in enumerate(buckets[: int(right) + 1]):
             self._tries[bucket] = self._tries[bucket] * self._keep + 1
             self._hits[bucket] = self._hits[bucket] * self._keep + (index < right)
