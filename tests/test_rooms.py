@@ -148,8 +148,17 @@ NAMED_ALIKE = {
 # Rooms and modules of src/mlx_speculation that every folder may import.
 SHARED = {
     f"{FRONT}/{name}"
-    for name in ("errors", "interrupts", "json_files", "measured_file", "warn")
-} | {f"{FRONT}/blas", f"{FRONT}/environment"}
+    for name in (
+        "blas",
+        "environment",
+        "errors",
+        "interrupts",
+        "json_files",
+        "measured_file",
+        "shell_commands",
+        "warn",
+    )
+}
 # What each folder may import, beside itself.
 BELOW = {
     "samplers": SHARED,

@@ -35,6 +35,7 @@ from mlx_speculation.models.vision.families import check_family
 from mlx_speculation.models.vision.image_prompt import ImagePrompt
 from mlx_speculation.models.vision.open_image import open_image
 from mlx_speculation.models.vision.vision_target import VisionTarget
+from mlx_speculation.shell_commands import install_command
 
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _OTHER_PARTS = ("audio", "input_audio", "video", "video_url")
@@ -107,7 +108,7 @@ def _check_library(path_or_repo: str | Path) -> None:
         )
     raise MissingLibraryError(
         f"{str(path_or_repo)!r} was requested with vision, which needs mlx-vlm. "
-        'Install it with: pip install "mlx-speculation[vision]"'
+        f"Install it with: {install_command('vision')}"
     )
 
 

@@ -24,6 +24,7 @@ from mlx_speculation.errors import (
     MissingLibraryError,
 )
 from mlx_speculation.json_files import JsonFlawError, parse_json
+from mlx_speculation.shell_commands import install_command
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -204,7 +205,7 @@ def _library() -> Any:
     except ImportError as error:
         raise MissingLibraryError(
             "Grammars need llguidance, which is not installed. Install it with: "
-            "pip install 'mlx-speculation[grammar]'"
+            f"{install_command('grammar')}"
         ) from error
     return llguidance
 

@@ -11,6 +11,7 @@ from mlx_speculation.cli.measure import Arm, arms_of
 from mlx_speculation.cli.plots import check_plot, draw
 from mlx_speculation.engine import Statistics
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.shell_commands import install_command
 
 
 def arms() -> list[Arm]:
@@ -69,4 +70,4 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert "pip install 'mlx-speculation[plot]'" in done.stdout, done.stderr
+    assert install_command("plot") in done.stdout, done.stderr

@@ -10,6 +10,7 @@ from packaging.version import Version
 from mlx_speculation.blas.automatic import VARIABLE as BLAS
 from mlx_speculation.blas.openblas_wheel import WHEEL
 from mlx_speculation.blas.threads import NAMES as THREADS
+from mlx_speculation.shell_commands import install_command
 
 Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
@@ -154,7 +155,7 @@ def _notes(facts: Facts) -> Iterator[Advice]:
     for name, (extra, use) in OPTIONAL.items():
         if facts.packages.get(name) is None:
             result = f"{name} is not installed, so {use} cannot be used"
-            yield Advice("note", result, f"pip install 'mlx-speculation[{extra}]'")
+            yield Advice("note", result, install_command(extra))
     if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
         yield Advice(
             "note",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.cli.measure import MLX_LM, OURS, Arm, Spread
 from mlx_speculation.errors import InvalidRequestError, MissingLibraryError
+from mlx_speculation.shell_commands import install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,6 +96,6 @@ def _figure_class() -> Any:
     except ModuleNotFoundError as error:
         raise MissingLibraryError(
             "Plots need matplotlib, which is not installed. Install it with: "
-            "pip install 'mlx-speculation[plot]'"
+            f"{install_command('plot')}"
         ) from error
     return Figure

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from mlx_speculation.errors import MissingLibraryError
 from mlx_speculation.server.config import Defaults, Limits, Settings
+from mlx_speculation.shell_commands import install_command
 
 if TYPE_CHECKING:
     from mlx_speculation.server.server import Server
@@ -40,6 +41,6 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         raise MissingLibraryError(
             f"The server needs {error.name}, which is not installed. Install it with: "
-            "pip install 'mlx-speculation[serve]'"
+            f"{install_command('serve')}"
         ) from error
     return Server

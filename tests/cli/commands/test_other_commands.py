@@ -17,6 +17,7 @@ from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
 from mlx_speculation.engine import Chunk, Stream
 from mlx_speculation.engine.exact_verdict import ExactVerdict
 from mlx_speculation.errors import DemoModelsMissingError, DraftNotice
+from mlx_speculation.shell_commands import install_command
 from support.models.adapters import write_adapter
 from support.models.demo_folders import copy_of, probed_hybrid
 from support.models.own_code import write_own_code
@@ -374,8 +375,7 @@ def test_doctor_looks_at_every_package_that_only_an_extra_needs(
     said = commands.object("doctor", status=1)["advice"]
     notes = [each for each in said if " is not installed, so " in each["finding"]]
     assert [(each["level"], each["action"]) for each in notes] == [
-        ("note", f"pip install 'mlx-speculation[{extra}]'")
-        for extra in ("grammar", "plot", "serve")
+        ("note", install_command(extra)) for extra in ("grammar", "plot", "serve")
     ]
     uses = ("--json-schema", "benchmark --plot", "serve")
     for each, use in zip(notes, uses, strict=True):

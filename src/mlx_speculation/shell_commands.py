@@ -1,0 +1,58 @@
+"""Commands for the user's shell: how this program was started, how to add an extra."""
+
+import json
+import shlex
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+NAME = "mlx-speculation"
+
+
+def program() -> str:
+    """Return the command that starts this program again in the same shell."""
+    started = Path(sys.argv[0])
+    if started.parts[-2:] == ("mlx_speculation", "__main__.py"):
+        return f"{_program_word(sys.executable)} -m mlx_speculation"
+    if started.name != NAME or not started.is_file():  # a Python program calls `main`
+        return NAME
+    return _program_word(started)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that adds an extra to this installation."""
+    python = Path(sys.executable)
+    pip = _program_word(python.parent / "pip")
+    start = pip if pip == "pip" else f"{_program_word(python)} -m pip"
+    return f"{start} install {_source(extra)}"
+
+
+def _source(extra: str) -> str:
+    """Return what pip installs: the checkout that is in use, or the package's name."""
+    try:
+        origin = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    if "dir_info" not in origin:
+        return shlex.quote(f"{NAME}[{extra}]")
+    folder = Path(unquote(urlsplit(origin["url"]).path))
+    option = "-e " if origin["dir_info"].get("editable") else ""
+    return option + shlex.quote(f"{_short(folder)}[{extra}]")
+
+
+def _program_word(path: str | Path) -> str:
+    """Return a program's name if PATH leads to it, else its path, quoted."""
+    full = Path(path).absolute()  # not resolved: an environment's python is a link
+    found = shutil.which(full.name)
+    if found is not None and Path(found).absolute() == full:
+        return shlex.quote(full.name)
+    short = _short(full)
+    return shlex.quote(short if "/" in short else f"./{short}")
+
+
+def _short(path: Path) -> str:
+    """Return a path relative to the working directory if it is below that."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
