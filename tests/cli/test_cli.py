@@ -1,5 +1,6 @@
 """The command line as a user runs it, on the bundled models."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -74,6 +75,32 @@ print(*sorted(set(sys.modules) - before))
         "mlx_speculation.errors",
     }
     assert not {"typing", "importlib.metadata", "typer"} & set(done.stdout.split())
+
+
+def test_transformers_does_not_say_that_pytorch_is_missing() -> None:
+    """A command may import transformers before mlx-lm, which silences it."""
+    code = """
+import importlib.util, sys
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda *of: None if of[0] == "torch" else find_spec(*of)
+from mlx_speculation.cli import main
+try:
+    main()
+except SystemExit:
+    import transformers
+    print(transformers.is_torch_available())
+"""
+    silent = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # set here by mlx-lm
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={name: value for name, value in os.environ.items() if name != silent},
+    )
+    assert done.stdout.endswith("False\n")
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

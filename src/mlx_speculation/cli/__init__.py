@@ -20,6 +20,8 @@ def main() -> None:
     # A SIGINT that the parent process ignores stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
+    # transformers would say that there is no PyTorch; mlx-lm sets this too, but later.
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     from mlx_speculation.cli.app import app
 
     run(app)
