@@ -12,6 +12,7 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models, models
 from mlx_speculation.cli.commands.calibrate import _table
+from mlx_speculation.cli.commands.demo import _commands
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
 from mlx_speculation.engine import Chunk, Stream
@@ -528,6 +529,28 @@ def test_a_warning_in_the_demo_stands_after_its_text(
     assert f"{text}\nnote: draft a\n" in commands(*options).output
 
 
+def test_the_demo_ends_with_commands_for_this_shell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = "mlx_speculation.cli.commands.demo"
+    script = tmp_path / "an environment/bin/mlx-speculation"
+    script.parent.mkdir(parents=True)
+    script.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(script), "demo"])
+    started = "'an environment/bin/mlx-speculation'"
+    bundled = _commands(None)
+    assert f"\n  {started} chat MODEL\n  {started} report MODEL\n" in bundled
+    assert "this one" not in bundled
+    monkeypatch.setattr(f"{home}.smollm2_head", lambda: None)
+    model = tmp_path / "a model"
+    chat = f"With this one:\n  {started} chat '{model}'\n"
+    assert _commands(model) == bundled + chat
+    head = tmp_path / "head"
+    monkeypatch.setattr(f"{home}.smollm2_head", lambda: head)
+    assert f'draft=CascadeDraft({str(head)!r}, "lookup")' in _commands(model)
+
+
 @pytest.mark.slow
 def test_the_demo_chats_with_a_published_model(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -558,7 +581,7 @@ def test_the_demo_chats_with_a_published_model(
     assert "tool loop: an agent reads what commands print (3 of 3)" in done.stdout
     assert "edit: the model repeats a file with one change \u2500" in done.stdout
     assert "tokens reused: prompt tokens kept" in done.stdout
-    times = r"^\d+\.\d s with drafts, \d+\.\d s without$"
+    times = r"^6 tokens \(length\); \d+\.\d s with drafts, \d+\.\d s without$"
     assert len(re.findall(times, done.stderr, re.MULTILINE)) == 5
 
 

@@ -1,5 +1,6 @@
 """`demo`: runs a published model, or the bundled ones, with and without drafts."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,19 +24,19 @@ from mlx_speculation.demo import (
 )
 from mlx_speculation.demo.smollm2 import smollm2_folder, smollm2_head
 from mlx_speculation.errors import DemoModelsMissingError
+from mlx_speculation.shell_commands import program
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
 
 CACHE_GIGABYTES = 1.0
-ADVICE = """\
+NOTES = """\
+tokens a round: mean of the tokens that one forward of the model adds; 1 without drafts
 tokens reused: prompt tokens kept from earlier prompts, which are not read again
 
 This model is small. For code by a 9 B model on an M4 Pro, mlx-dspark reports these
 multiples of the speed of plain decoding with the same weights: 2.2 with 8 bits, 1.4
-with 4 bits, 0.7 to 0.8 with 1 bit. With your own model:
-  mlx-speculation chat MODEL
-  mlx-speculation report MODEL
+with 4 bits, 0.7 to 0.8 with 1 bit.
 """
 
 
@@ -68,11 +69,7 @@ def demo(
         interrupted = True
         screen.say("interrupted: the table has the texts that were complete")
     screen.table(_table(comparisons))
-    screen.text(_busy(comparisons) + ADVICE)
-    if folder is not None:
-        head = smollm2_head()
-        draft = "" if head is None else f"\nIts head, used with a lookup: {head}"
-        screen.text(f"This model: {folder}{draft}\n")
+    screen.text(_busy(comparisons) + NOTES + _commands(folder))
     screen.object(
         command="demo",
         comparisons=[comparison.object for comparison in comparisons],
@@ -225,7 +222,10 @@ class _Teller:
             stats.prefill_seconds + stats.decode_seconds
             for stats in (drafted.stats, plain.stats)
         ]
-        self._screen.say("{:.1f} s with drafts, {:.1f} s without".format(*seconds))
+        self._screen.say(
+            f"{len(drafted.tokens)} tokens ({drafted.finish_reason}); "
+            "{:.1f} s with drafts, {:.1f} s without".format(*seconds)
+        )
         sampling = Sampling(seed=0)
         parting = parting_of(self._plain, sampling, tokens, plain, drafted)
         return Compared(plain, drafted, parting)
@@ -269,6 +269,23 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
             _sameness(row),
         )
     return table
+
+
+def _commands(folder: Path | None) -> str:
+    """Return what to do next with another model, and with the one in `folder`."""
+    name = program()
+    lines = [
+        "With your own model, a folder or the name of a repository:",
+        f"  {name} chat MODEL",
+        f"  {name} report MODEL",
+    ]
+    if folder is not None:
+        lines += ["With this one:", f"  {name} chat {shlex.quote(str(folder))}"]
+    head = None if folder is None else smollm2_head()
+    if head is not None:  # commands take one draft, and "auto" finds no head here
+        draft = f'CascadeDraft({str(head)!r}, "lookup")'
+        lines += ["The drafts of this demo, in Python:", f"  draft={draft}"]
+    return "\n".join(lines) + "\n"
 
 
 def _busy(comparisons: Sequence[_Comparison]) -> str:
