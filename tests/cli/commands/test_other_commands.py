@@ -548,7 +548,7 @@ def test_the_demo_ends_with_commands_for_this_shell(
     assert _commands(model) == bundled + chat
     head = tmp_path / "head"
     monkeypatch.setattr(f"{home}.smollm2_head", lambda: head)
-    assert f'draft=CascadeDraft({str(head)!r}, "lookup")' in _commands(model)
+    assert f'\n  draft=CascadeDraft("{head}", "lookup")\n' in _commands(model)
 
 
 @pytest.mark.slow

@@ -283,8 +283,8 @@ def _commands(folder: Path | None) -> str:
         lines += ["With this one:", f"  {name} chat {shlex.quote(str(folder))}"]
     head = None if folder is None else smollm2_head()
     if head is not None:  # commands take one draft, and "auto" finds no head here
-        draft = f'CascadeDraft({str(head)!r}, "lookup")'
-        lines += ["The drafts of this demo, in Python:", f"  draft={draft}"]
+        lines += ["In Python, with the drafts of this demo:"]
+        lines += [f'  draft=CascadeDraft("{head}", "lookup")']
     return "\n".join(lines) + "\n"
 
 
