@@ -45,8 +45,8 @@ def _source(extra: str) -> str:
 def _program_word(path: str | Path) -> str:
     """Return a program's name if PATH leads to it, else its path, quoted."""
     full = Path(path).absolute()  # not resolved: an environment's python is a link
-    found = shutil.which(full.name)
-    if found is not None and Path(found).absolute() == full:
+    on_path = shutil.which(full.name)
+    if on_path is not None and Path(on_path).absolute() == full:
         return shlex.quote(full.name)
     short = _short(full)
     return shlex.quote(short if "/" in short else f"./{short}")
