@@ -8,7 +8,7 @@ in the same pass.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import harmonic_mean, median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,30 +20,36 @@ OURS, MLX_LM = "no draft", "mlx-lm, no draft"  # names of the two plain arms
 WARM_UP_TOKENS = 16
 # Above this ratio of plain decoding's fastest to its slowest pass, a machine is busy.
 BUSY = 1.4
+# One of so many passes, at either end, does not count for it: extremes of many
+# passes differ on a quiet machine too. Fewer passes all count.
+LEFT_OUT = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, minimum and maximum of the values of several passes."""
+    """Values of several passes; `harmonic_mean` is the speed of all together."""
 
     median: float
     low: float
     high: float
+    harmonic_mean: float  # slow passes count by their time
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         """Return the spread of measured values."""
-        return cls(median(values), min(values), max(values))
+        return cls(median(values), min(values), max(values), harmonic_mean(values))
 
 
 def busy(speeds: Sequence[float]) -> str | None:
     """Return a warning if plain decoding's speeds differ much; None: they do not."""
-    low, high = min(speeds), max(speeds)
+    cut = len(speeds) // LEFT_OUT
+    low, high = sorted(speeds)[cut], sorted(speeds)[-1 - cut]
     if high <= BUSY * low:
         return None
     return (
         f"Plain decoding ran at {low:.1f} to {high:.1f} tokens/s: other programs were "
-        "busy, so these figures say little. Close them and measure again."
+        "busy, so these figures say little, or prompts differ much in length. Close "
+        "other programs, and measure prompts of similar length."
     )
 
 
