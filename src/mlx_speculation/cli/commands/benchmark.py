@@ -1,5 +1,6 @@
 """`benchmark`: measures the speed-up of drafts over plain decoding."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,32 +252,30 @@ def _prompts(
 
 
 def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
-    """Return a line that recommends the fastest draft and length, if one pays."""
+    """Return lines that recommend the fastest draft and length, if one pays."""
     for arm in arms[:2]:
         if warning := busy(arm.speeds):
             return warning
-
-    def order(arm: Arm) -> tuple[bool, float]:
-        ratio = arm.over(plain.speeds)
-        return _pays(ratio), ratio.median
-
-    best = max(arms[2:], key=order)
+    best = max(arms[2:], key=lambda arm: _gain(arm.over(plain.speeds)))
     ratio = best.over(plain.speeds)
-    shown = f"x plain is {ratio.median:.2f}, from {ratio.low:.2f} to {ratio.high:.2f}"
+    shown = (
+        f"x plain is {ratio.median:.2f}, from {ratio.low:.2f} to {ratio.high:.2f}, "
+        f"{ratio.harmonic_mean:.2f} over all passes"
+    )
     if ratio.median < LEAST_GAIN:
         return f"No draft pays here: for the best, {best.name}, {shown}."
-    if not _pays(ratio):
+    if _gain(ratio) < LEAST_GAIN:
         return (
             f"No draft is recommended: for the best, {best.name}, {shown}. Other "
             "programs were busy, or it suits only some of these texts. Measure again."
         )
     length = "" if best.length is None else f" --draft-length {best.length}"
-    return f"Best here: --draft {names[best.draft]}{length}; {shown}."
+    return f"Best here: --draft {shlex.quote(names[best.draft])}{length}\n{shown}."
 
 
-def _pays(ratio: Spread) -> bool:
-    """Return whether the median pass gains, and more than the slowest one loses."""
-    return ratio.median >= LEAST_GAIN and ratio.median * ratio.low >= 1
+def _gain(ratio: Spread) -> float:
+    """Return the speed-up of the median pass, or of all together if that is less."""
+    return min(ratio.median, ratio.harmonic_mean)
 
 
 def _table(arms: Sequence[Arm], plain: Arm, title: str) -> Table:
