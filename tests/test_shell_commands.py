@@ -1,4 +1,4 @@
-"""Commands that users paste: the program as it was started, and what adds an extra."""
+"""Commands that users paste: the program as it was started, and how to install."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation import shell_commands
-from mlx_speculation.shell_commands import install_command, program
+from mlx_speculation.shell_commands import install_command, install_packages, program
 
 
 def executable(path: Path) -> Path:
@@ -27,6 +27,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(sys, "argv", [".venv/bin/mlx-speculation", "demo"])
     monkeypatch.setattr(sys, "executable", str(home / ".venv/bin/python"))
+    monkeypatch.setattr(shell_commands, "find_spec", lambda name: name)
     return home
 
 
@@ -89,12 +90,23 @@ def test_an_extra_is_installed_from_where_the_package_came(
     assert install_command("serve") == f"pip install {source}"
 
 
-def test_in_its_checkout_the_extra_is_short(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("folder", "source"), [("", "."), ("main", "./main"), ("a/main", "a/main")]
+)
+def test_a_checkout_here_is_short_and_no_name_of_a_package(
+    folder: str, source: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Installed:
         def read_text(self, name: str) -> str:
-            return json.dumps({**CHECKOUT, "url": home.as_uri()})
+            return json.dumps({**CHECKOUT, "url": (home / folder).as_uri()})
 
     monkeypatch.setattr(shell_commands, "distribution", lambda name: Installed())
-    assert install_command("all").endswith(" install -e '.[all]'")
+    assert install_command("all").endswith(f" install -e '{source}[all]'")
+    assert install_command("").endswith(f" install -e {source}")
+
+
+def test_without_pip_uv_installs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell_commands, "find_spec", lambda name: None)
+    uv = "uv pip install --python .venv/bin/python "
+    assert install_command("plot").startswith(uv)
+    assert install_packages("a>=1", "b") == f"{uv}'a>=1' b"

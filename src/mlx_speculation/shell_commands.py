@@ -1,10 +1,11 @@
-"""Commands for the user's shell: how this program was started, how to add an extra."""
+"""Commands for the user's shell: how this program was started, how to install."""
 
 import json
 import shlex
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -22,24 +23,36 @@ def program() -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to this installation."""
-    python = Path(sys.executable)
-    pip = _program_word(python.parent / "pip")
-    start = pip if pip == "pip" else f"{_program_word(python)} -m pip"
-    return f"{start} install {_source(extra)}"
+    """Return the command that adds an extra, or none if "", to this installation."""
+    return f"{_installer()} {source(extra)}"
 
 
-def _source(extra: str) -> str:
+def install_packages(*requirements: str) -> str:
+    """Return the command that installs other packages beside this one."""
+    return f"{_installer()} {shlex.join(requirements)}"
+
+
+def source(extra: str) -> str:
     """Return what pip installs: the checkout that is in use, or the package's name."""
+    extra = f"[{extra}]" if extra else ""
     try:
         origin = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:
         origin = {}
     if "dir_info" not in origin:
-        return shlex.quote(f"{NAME}[{extra}]")
+        return shlex.quote(f"{NAME}{extra}")
     folder = Path(unquote(urlsplit(origin["url"]).path))
     option = "-e " if origin["dir_info"].get("editable") else ""
-    return option + shlex.quote(f"{_short(folder)}[{extra}]")
+    return option + shlex.quote(f"{_short(folder)}{extra}")
+
+
+def _installer() -> str:
+    """Return the start of a command that installs into this environment."""
+    python = _program_word(sys.executable)
+    if find_spec("pip") is None:  # as in environments that uv made
+        return f"uv pip install --python {python}"
+    pip = _program_word(Path(sys.executable).parent / "pip")
+    return "pip install" if pip == "pip" else f"{python} -m pip install"
 
 
 def _program_word(path: str | Path) -> str:
@@ -48,11 +61,11 @@ def _program_word(path: str | Path) -> str:
     on_path = shutil.which(full.name)
     if on_path is not None and Path(on_path).absolute() == full:
         return shlex.quote(full.name)
-    short = _short(full)
-    return shlex.quote(short if "/" in short else f"./{short}")
+    return shlex.quote(_short(full))
 
 
 def _short(path: Path) -> str:
-    """Return a path relative to the working directory if it is below that."""
+    """Return a path, from the working directory if below it; never a bare name."""
     here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    short = str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return short if "/" in short or short == "." else f"./{short}"

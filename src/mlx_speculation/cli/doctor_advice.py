@@ -10,7 +10,7 @@ from packaging.version import Version
 from mlx_speculation.blas.automatic import VARIABLE as BLAS
 from mlx_speculation.blas.openblas_wheel import WHEEL
 from mlx_speculation.blas.threads import NAMES as THREADS
-from mlx_speculation.shell_commands import install_command
+from mlx_speculation.shell_commands import install_command, install_packages, source
 
 Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
@@ -76,7 +76,7 @@ def _required(requirements: Sequence[str]) -> list[Requirement]:
 def _versions(facts: Facts) -> Iterator[Advice]:
     for wanted in _required(facts.requirements):
         there = facts.packages.get(wanted.name)
-        install = f"pip install '{wanted}'"
+        install = install_packages(str(wanted))
         if there is None:
             yield Advice("wrong", f"{wanted.name} is not installed", install)
         elif not wanted.specifier.contains(Version(there), prereleases=True):
@@ -86,17 +86,17 @@ def _versions(facts: Facts) -> Iterator[Advice]:
 
 def _backend(facts: Facts) -> Iterator[Advice]:
     if facts.mlx_error is not None:
-        extra = "." if facts.system == "darwin" else ".[cpu]' or '.[cuda13]"
+        extra = "cuda13" if facts.gpus else "cpu"
         yield Advice(
             "wrong",
             f"mlx cannot be imported: {facts.mlx_error}",
-            f"install a backend of mlx, from a checkout: pip install '{extra}'",
+            install_command("" if facts.system == "darwin" else extra),
         )
     elif facts.gpus and facts.backend == "cpu":
         yield Advice(
             "slow",
             f"mlx computes on the CPU, and there are {facts.gpus} NVIDIA GPUs",
-            "make a new environment with pip install '.[cuda13]'",
+            f"make a new environment, and install {source('cuda13')} there",
         )
 
 
@@ -115,7 +115,7 @@ def _speed(facts: Facts) -> Iterator[Advice]:
 def _blas(facts: Facts) -> Iterator[Advice]:
     missing = [name for name in OPENBLAS if facts.packages.get(name) is None]
     if facts.system == "linux" and not facts.openblas:
-        action = f"pip install {' '.join(OPENBLAS)}, and leave --blas at auto"
+        action = f"{install_packages(*OPENBLAS)}, and leave --blas at auto"
         if facts.environment.get(BLAS) == "stock":
             action = f"unset {BLAS}"
         yield Advice(
@@ -129,7 +129,7 @@ def _blas(facts: Facts) -> Iterator[Advice]:
             "note",
             f"{facts.blas} is the system's; the newer one of {WHEEL} supports newer "
             "processors and takes less time to check a few drafted tokens",
-            f"pip install {' '.join(missing)}",
+            install_packages(*missing),
         )
 
 

