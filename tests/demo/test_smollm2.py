@@ -176,6 +176,25 @@ def test_a_package_is_converted_once(
         smollm2_folder(said.append, [hub])
 
 
+def test_each_reason_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+
+    def failing(reason: str) -> Any:
+        def source(folder: Path, say: Any) -> Path:
+            raise OSError(reason)
+
+        return source
+
+    said: list[str] = []
+    with pytest.raises(DemoModelsMissingError) as caught:
+        smollm2_folder(said.append, [failing("no hub"), failing("no package")])
+    assert said == ["no hub"]
+    assert "no package" in str(caught.value)
+    assert "no hub" not in str(caught.value)
+
+
 def test_a_hub_out_of_reach_is_said_before_another_source_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

