@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 OURS, MLX_LM = "no draft", "mlx-lm, no draft"  # names of the two plain arms
 WARM_UP_TOKENS = 16
-# Above this ratio of plain decoding's fastest to its slowest pass, a machine is busy.
+# Above this ratio of plain decoding's fast passes to its slow ones, a machine is busy.
 BUSY = 1.4
-# One of so many passes, at either end, does not count for it: extremes of many
-# passes differ on a quiet machine too. Fewer passes all count.
-LEFT_OUT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class Spread:
 
 def busy(speeds: Sequence[float]) -> str | None:
     """Return a warning if plain decoding's speeds differ much; None: they do not."""
-    cut = len(speeds) // LEFT_OUT
+    cut = len(speeds) // 6  # extremes of many passes differ on a quiet machine, too
     low, high = sorted(speeds)[cut], sorted(speeds)[-1 - cut]
     if high <= BUSY * low:
         return None

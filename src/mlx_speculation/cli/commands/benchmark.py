@@ -262,13 +262,8 @@ def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
         f"x plain is {ratio.median:.2f}, from {ratio.low:.2f} to {ratio.high:.2f}, "
         f"{ratio.harmonic_mean:.2f} over all passes"
     )
-    if ratio.median < LEAST_GAIN:
-        return f"No draft pays here: for the best, {best.name}, {shown}."
     if _gain(ratio) < LEAST_GAIN:
-        return (
-            f"No draft is recommended: for the best, {best.name}, {shown}. Other "
-            "programs were busy, or it suits only some of these texts. Measure again."
-        )
+        return f"No draft pays here: for the best, {best.name}, {shown}."
     length = "" if best.length is None else f" --draft-length {best.length}"
     return f"Best here: --draft {shlex.quote(names[best.draft])}{length}\n{shown}."
 
