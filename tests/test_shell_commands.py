@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation import shell_commands
-from mlx_speculation.shell_commands import install_command, install_packages, program
+from mlx_speculation.shell_commands import install_command, program
 
 
 def executable(path: Path) -> Path:
@@ -109,4 +109,3 @@ def test_without_pip_uv_installs(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shell_commands, "find_spec", lambda name: None)
     uv = "uv pip install --python .venv/bin/python "
     assert install_command("plot").startswith(uv)
-    assert install_packages("a>=1", "b") == f"{uv}'a>=1' b"

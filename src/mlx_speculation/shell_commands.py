@@ -22,14 +22,18 @@ def program() -> str:
     return _program_word(started)
 
 
+def installer() -> str:
+    """Return the start of a command that installs into this environment."""
+    python = _program_word(sys.executable)
+    if find_spec("pip") is None:  # as in environments that uv made
+        return f"uv pip install --python {python}"
+    pip = _program_word(Path(sys.executable).parent / "pip")
+    return "pip install" if pip == "pip" else f"{python} -m pip install"
+
+
 def install_command(extra: str) -> str:
     """Return the command that adds an extra, or none if "", to this installation."""
-    return f"{_installer()} {source(extra)}"
-
-
-def install_packages(*requirements: str) -> str:
-    """Return the command that installs other packages beside this one."""
-    return f"{_installer()} {shlex.join(requirements)}"
+    return f"{installer()} {source(extra)}"
 
 
 def source(extra: str) -> str:
@@ -44,15 +48,6 @@ def source(extra: str) -> str:
     folder = Path(unquote(urlsplit(origin["url"]).path))
     option = "-e " if origin["dir_info"].get("editable") else ""
     return option + shlex.quote(f"{_short(folder)}{extra}")
-
-
-def _installer() -> str:
-    """Return the start of a command that installs into this environment."""
-    python = _program_word(sys.executable)
-    if find_spec("pip") is None:  # as in environments that uv made
-        return f"uv pip install --python {python}"
-    pip = _program_word(Path(sys.executable).parent / "pip")
-    return "pip install" if pip == "pip" else f"{python} -m pip install"
 
 
 def _program_word(path: str | Path) -> str:

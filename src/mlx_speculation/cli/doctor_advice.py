@@ -10,7 +10,7 @@ from packaging.version import Version
 from mlx_speculation.blas.automatic import VARIABLE as BLAS
 from mlx_speculation.blas.openblas_wheel import WHEEL
 from mlx_speculation.blas.threads import NAMES as THREADS
-from mlx_speculation.shell_commands import install_command, install_packages, source
+from mlx_speculation.shell_commands import install_command, installer, source
 
 Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
@@ -76,7 +76,7 @@ def _required(requirements: Sequence[str]) -> list[Requirement]:
 def _versions(facts: Facts) -> Iterator[Advice]:
     for wanted in _required(facts.requirements):
         there = facts.packages.get(wanted.name)
-        install = install_packages(str(wanted))
+        install = f"{installer()} '{wanted}'"
         if there is None:
             yield Advice("wrong", f"{wanted.name} is not installed", install)
         elif not wanted.specifier.contains(Version(there), prereleases=True):
@@ -115,7 +115,7 @@ def _speed(facts: Facts) -> Iterator[Advice]:
 def _blas(facts: Facts) -> Iterator[Advice]:
     missing = [name for name in OPENBLAS if facts.packages.get(name) is None]
     if facts.system == "linux" and not facts.openblas:
-        action = f"{install_packages(*OPENBLAS)}, and leave --blas at auto"
+        action = f"{installer()} {' '.join(OPENBLAS)}, and leave --blas at auto"
         if facts.environment.get(BLAS) == "stock":
             action = f"unset {BLAS}"
         yield Advice(
@@ -129,7 +129,7 @@ def _blas(facts: Facts) -> Iterator[Advice]:
             "note",
             f"{facts.blas} is the system's; the newer one of {WHEEL} supports newer "
             "processors and takes less time to check a few drafted tokens",
-            install_packages(*missing),
+            f"{installer()} {' '.join(missing)}",
         )
 
 
