@@ -9,6 +9,7 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.server import Server
+from mlx_speculation.server import job as jobs
 from mlx_speculation.server.job import Job, Piece
 from support.models.tiny_tokenizer import letter_tokenizer
 from support.processes.servers import (
@@ -77,6 +78,23 @@ def test_a_short_request_goes_on_while_a_long_prompt_is_read(
     assert long.choices[0].text == plain.generate(prompt, max_tokens=9).text
 
 
+def test_the_log_reports_a_prompt_that_is_read_for_long(
+    slow: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "SAY_SECONDS", 0.0)
+    caplog.set_level("INFO", "mlx_speculation.server")
+    prompt = "B" * 100
+    assert post(slow, {"prompt": prompt, "max_tokens": 1}).status == 200
+    said = [re.match("([0-9]+) of 100 prompt", each) for each in caplog.messages]
+    counts = [int(each[1]) for each in said if each]
+    assert len(counts) > 1
+    assert counts == sorted(counts)
+    monkeypatch.setattr(jobs, "SAY_SECONDS", 30.0)
+    caplog.clear()
+    assert post(slow, {"prompt": prompt, "max_tokens": 1}).status == 200
+    assert not [each for each in caplog.messages if "prompt tokens are read" in each]
+
+
 def test_a_client_that_leaves_is_read_no_further(
     slow: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,7 +108,7 @@ def test_a_client_that_leaves_is_read_no_further(
     until(lambda: worker.taken == 0)
     until(lambda: rows_held(worker) == 0)
     begins, ended = caplog.messages
-    said = re.fullmatch("a prompt of ([0-9]+) tokens begins or waits", begins)
+    said = re.fullmatch("a prompt of ([0-9]+) tokens arrives beside 0 texts", begins)
     counted = re.match(r"prompt ([0-9]+), reused 0, read ([0-9]+); text 0 ", ended)
     assert said
     assert counted

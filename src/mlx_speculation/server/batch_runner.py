@@ -80,7 +80,8 @@ class Rows:
         if "logprobs" in job.request.options:
             job.texts = TokenTexts(self.generator.tokenizer)
         job.prompt_tokens = length
-        LOG.info("a prompt of %d tokens begins or waits", length)
+        others = len(self._jobs) - 1
+        LOG.info("a prompt of %d tokens arrives beside %d texts", length, others)
         job.alone = self._batch.why_alone(uid)
         if job.alone is not None:
             self._metrics.add("rows_alone", job.alone)

@@ -23,6 +23,7 @@ from mlx_speculation.server.request.options import GenerationRequest
 # Seconds that a connection waits beyond the limit of a request: the engine ends late
 # requests between its rounds.
 OVERDUE_SECONDS = 10.0
+SAY_SECONDS = 30.0  # between lines about a prompt that is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Job:
         self.arrived, self._seconds = time.monotonic(), seconds
         self.began: float | None = None  # time of the first token
         self.reading: float | None = None  # time when the first prompt tokens were read
+        self._said = 0.0  # time of the last line about these
         self.prompt_tokens = self.read = 0  # prompt tokens; those read so far
         self.alone: str | None = None  # why its row is decoded alone; None: it is not
         self.cancelled = False  # True: nobody waits for the answer
@@ -102,8 +104,13 @@ class Job:
 
     def count_prefill(self, tokens: int) -> None:
         """Report that `tokens` more tokens of the prompt were read."""
-        self.reading = self.reading or time.monotonic()
+        now = time.monotonic()
+        if self.reading is None:
+            self.reading = self._said = now
         self.read += tokens
+        if now - self._said >= SAY_SECONDS:
+            self._said = now
+            LOG.info("%d of %d prompt tokens are read", self.read, self.prompt_tokens)
         self.put(self.read)
 
     def put(self, event: Event | Exception) -> None:

@@ -134,6 +134,7 @@ def _bound(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise InvalidRequestError(
-            f"The server cannot listen at {host!r}, port {port}: {error.strerror}. "
+            f"The server cannot listen at {host!r}, port {port}: "
+            f"{str(error.strerror).partition(' (')[0]}. "
             "Choose others with --host and --port."
         ) from error
