@@ -561,11 +561,13 @@ def test_the_demo_ends_with_commands_for_this_shell(
     assert "this one" not in bundled
     monkeypatch.setattr(f"{home}.smollm2_head", lambda: None)
     model = tmp_path / "a model"
-    chat = f"With this one:\n  {started} chat '{model}'\n"
+    chat = (
+        f"With this one, by the default draft, a lookup:\n  {started} chat '{model}'\n"
+    )
     assert _commands(model) == bundled + chat
     head = tmp_path / "head"
     monkeypatch.setattr(f"{home}.smollm2_head", lambda: head)
-    assert f'\n  draft=CascadeDraft("{head}", "lookup")\n' in _commands(model)
+    assert f'\n  draft = CascadeDraft("{head}", "lookup")\n' in _commands(model)
 
 
 @pytest.mark.slow

@@ -280,11 +280,16 @@ def _commands(folder: Path | None) -> str:
         f"  {name} report MODEL",
     ]
     if folder is not None:
-        lines += ["With this one:", f"  {name} chat {shlex.quote(str(folder))}"]
+        chat = f"  {name} chat {shlex.quote(str(folder))}"
+        lines += ["With this one, by the default draft, a lookup:", chat]
     head = None if folder is None else smollm2_head()
     if head is not None:  # commands take one draft, and "auto" finds no head here
-        lines += ["In Python, with the drafts of this demo:"]
-        lines += [f'  draft=CascadeDraft("{head}", "lookup")']
+        lines += [
+            "With the drafts of this demo, in Python:",
+            "  from mlx_speculation import CascadeDraft, SpeculativeGenerator",
+            f'  draft = CascadeDraft("{head}", "lookup")',
+            f'  make = SpeculativeGenerator.from_pretrained("{folder}", draft=draft)',
+        ]
     return "\n".join(lines) + "\n"
 
 
