@@ -60,6 +60,8 @@ def test_the_report_of_a_mac_is_written_without_a_terminal() -> None:
     (name,) = re.findall(r"demo_models\(\)\['(\w+)'\]", steps(job))
     assert name in demo_models()
     assert re.search(r'mlx-speculation report "\$model" .*--yes', steps(job))
+    (upload,) = [each for each in job["steps"] if "upload" in each.get("uses", "")]
+    assert "!cancelled()" in upload["if"]  # else a failed step leaves out this one
 
 
 def test_the_long_suite_runs_nightly() -> None:
