@@ -33,7 +33,7 @@ from mlx_speculation.models import (
 )
 
 StartStream = Callable[[list[int], DraftLengthPolicy], Stream]
-# Called with the numbers of finished rounds and of all rounds.
+# Called with the numbers of finished rounds and of all rounds, for each case anew.
 Progress = Callable[[int, int], None]
 
 # A part is the layers that a forward submits at once. In order: the number of rounds
@@ -117,13 +117,13 @@ def _measured(
 ) -> dict[int, CostTable]:
     """Measure and store each case: a number of rows (0: a stream) and a context."""
     result: dict[int, CostTable] = {}
-    for number, (count, context) in enumerate(cases):
+    for count, context in cases:
         policy = Calibration(context, generator.lengths.longest)
 
-        def report(policy: Calibration = policy, number: int = number) -> bool:
+        def report(policy: Calibration = policy) -> bool:
             done, total = min(policy.done, policy.rounds), policy.rounds
             if progress is not None:
-                progress(number * total + done, len(cases) * total)
+                progress(done, total)
             return done < total
 
         if count:

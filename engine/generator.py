@@ -201,7 +201,8 @@ class SpeculativeGenerator:
 
         `contexts` are numbers of tokens in the caches. Costs are taken as equal up to
         512 tokens (bucket 0), from there to 1,024 (bucket 1), to 2,048 and so on.
-        `progress` is called with the numbers of measured rounds and of all rounds.
+        `progress` is called with the numbers of measured rounds and of all rounds of a
+        context.
 
         Returns:
             Seconds of a round by context bucket and draft length; empty on ranks other
