@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_speculation.cli.commands.benchmark import _table
-from mlx_speculation.cli.console import Screen, plain
+from mlx_speculation.cli.console import Screen, _duration, plain
 from mlx_speculation.cli.measure import Arm
 from mlx_speculation.engine import Origin, Statistics
 
@@ -64,6 +64,14 @@ def test_the_time_left_is_estimated_anew_for_each_phase(
             report(*counts)
     left = [line.partition(", ")[2] for line in written.getvalue().splitlines()]
     assert left == ["", "about 9 s left", "", "", "about 20 s left"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0 s"), (119.9, "120 s"), (130, "2 minutes"), (1000, "17 minutes")],
+)
+def test_long_times_are_in_minutes(seconds: float, said: str) -> None:
+    assert _duration(seconds) == said
 
 
 @pytest.mark.parametrize("width", [20, 40, 70, 120])

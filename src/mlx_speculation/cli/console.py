@@ -102,7 +102,7 @@ class Screen:
                     first = now, done, total
                 elif done < total:
                     rate = (now - first[0]) / (done - first[1])
-                    count += f", about {rate * (total - done):.0f} s left"
+                    count += f", about {_duration(rate * (total - done))} left"
                 bar.update(task, completed=done, total=total, count=count)
                 if self.notes.is_terminal:
                     return
@@ -111,6 +111,10 @@ class Screen:
                     self.say(f"{what}: {count}")
 
             yield report
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds <= 120 else f"{seconds / 60:.0f} minutes"
 
 
 @contextmanager
