@@ -38,6 +38,7 @@ def test_all_arms_are_measured_and_their_texts_compared(
     ]
     assert report["plain"] in ("no draft", "mlx-lm, no draft")
     assert (report["same"], report["passes"], report["tokens"]) == (True, 2, 6)
+    assert report["texts"] == 2
     for arm in arms.values():
         assert len(arm["tokens_per_second"]) == 2
         spread = arm["speed"]

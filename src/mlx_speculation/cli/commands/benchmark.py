@@ -128,7 +128,8 @@ def benchmark(
         done = measure(generators, arms, prompts, **size, report=report)
     if not done:
         raise KeyboardInterrupt
-    used = counted_texts(min(done, len(prompts)), chat=chat)
+    texts = min(done, len(prompts))
+    used = counted_texts(texts, chat=chat)
     _report(
         screen,
         arms,
@@ -136,6 +137,7 @@ def benchmark(
         f"passes: {done}, over {used}, up to {run.tokens} tokens",
         model=drafts.model,
         passes=done,
+        texts=texts,
         tokens=run.tokens,
         chat=chat,
         sampling={"temperature": chance.temperature, "seed": chance.seed},
