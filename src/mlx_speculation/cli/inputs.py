@@ -138,7 +138,9 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     return value
 
 
-def check_output(option: str, path: Path) -> None:
+def check_output(
+    option: str, path: Path, advice: str = "Name a file in a folder of yours."
+) -> None:
     """Refuse a file that could not be written."""
     folder, why = path.absolute().parent, ""
     try:
@@ -151,9 +153,7 @@ def check_output(option: str, path: Path) -> None:
     except OSError as error:
         why = f"which cannot be written: {error.strerror}"
     if why:
-        raise InvalidRequestError(
-            f"{option} is {str(path)!r}, {why}. Name a file in a folder of yours."
-        )
+        raise InvalidRequestError(f"{option} is {str(path)!r}, {why}. {advice}")
 
 
 @contextmanager

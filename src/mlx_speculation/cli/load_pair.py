@@ -1,5 +1,6 @@
 """Choice of the BLAS, and loading of the target and draft of a command."""
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Statistics
 
 CACHE_SIZE = "Size of the prefix cache; 0: off. Default: a quarter of free memory."
+_REPOSITORY = re.compile(r"[^./~][^/]*/[^/]+")  # organisation/model
 NO_REPLAY = "Encode earlier answers again instead of replaying their token ids."
 
 
@@ -56,7 +58,9 @@ class CacheOptions:
 def short_name(path_or_repo: str) -> str:
     """Return the name of a folder or repository."""
     path = Path(path_or_repo).expanduser()
-    return path.resolve().name if path.exists() else path_or_repo
+    if path.exists():
+        return path.resolve().name
+    return path_or_repo if _REPOSITORY.fullmatch(path_or_repo) else path.name
 
 
 def begin(blas: BlasName, screen: Screen) -> dict[str, Any]:
