@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -324,6 +325,13 @@ def test_texts_of_commands_have_no_folders(
     }.items():
         words = ["benchmark", "org/model", "--draft", draft]
         assert report._without_paths(given, words) == (given if left is None else left)
+
+
+def test_advice_has_no_folders_if_a_draft_is_quoted() -> None:
+    draft = "/Users/Ann's models/draft"
+    text = json.dumps({"advice": f"Best here: --draft {shlex.quote(draft)}; x"})
+    left = json.loads(report._without_paths(text, ["benchmark", "--draft", draft]))
+    assert left == {"advice": "Best here: --draft 'draft'; x"}
 
 
 @pytest.mark.parametrize(

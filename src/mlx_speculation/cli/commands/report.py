@@ -280,8 +280,9 @@ def _without_paths(text: str, words: Sequence[str]) -> str:
     names = {str(Path.home()): "~", str(Path.cwd()): "."}
     for word in (*words, str(cache_folder())):
         path, name = Path(word).expanduser(), short_name(word).replace("\\", r"\\")
+        quoted = word.replace("'", r"""'\"'\"'""")  # by shlex, in JSON
         if "/" in word:
-            names |= dict.fromkeys([word, str(path), str(path.resolve())], name)
+            names |= dict.fromkeys([word, quoted, str(path), str(path.resolve())], name)
     for place in sorted(names, key=len, reverse=True):
         if "/" in place and place != "/":
             text = re.sub(rf"{re.escape(place)}(?![\w-])", names[place], text)
