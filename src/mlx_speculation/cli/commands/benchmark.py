@@ -102,9 +102,8 @@ def benchmark(
 ) -> None:
     """Measure what drafts gain over plain decoding, for models of your own.
 
-    "Plain" is the faster one of mlx-lm's loop and ours. Plain decoding and all drafts
-    run by turns. Every text is compared with plain decoding's; the status is 1 if one
-    differs beyond a near-tie.
+    "Plain" is the faster one of mlx-lm's loop and ours; all run by turns. The status is
+    1 if a text differs from plain decoding's beyond a near-tie.
     """
     screen = Screen(json=json)
     pairs = drafts.pairs()
@@ -129,12 +128,12 @@ def benchmark(
     if not done:
         raise KeyboardInterrupt
     texts = min(done, len(prompts))
-    used = counted_texts(texts, chat=chat)
     _report(
         screen,
         arms,
         names,
-        f"passes: {done}, over {used}, up to {run.tokens} tokens",
+        f"passes: {done}, over {counted_texts(texts, chat=chat)}, up to {run.tokens} "
+        "tokens",
         model=drafts.model,
         passes=done,
         texts=texts,
