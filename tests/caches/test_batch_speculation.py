@@ -238,7 +238,7 @@ def test_a_turned_ring_that_loses_its_common_padding_is_in_order_again() -> None
 
 def test_a_batch_has_no_single_position() -> None:
     used = merged(RING, [9, 2])
-    with pytest.raises(InvalidRequestError, match=r"2 rows.* offset of a batch cache"):
+    with pytest.raises(InvalidRequestError, match=r"batch of 2 .* offset of a cache"):
         position([merged(KV, [0, 0]), CacheList(used, ArraysCache(1))])
 
 

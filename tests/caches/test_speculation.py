@@ -105,7 +105,7 @@ def test_one_object_at_two_places_is_refused_with_both_places() -> None:
 
 @pytest.mark.parametrize("caches", [[], [CacheList()]])
 def test_caches_without_a_leaf_are_refused(caches: list[Any]) -> None:
-    with pytest.raises(InvalidRequestError, match=f"holds {len(caches)} items"):
+    with pytest.raises(InvalidRequestError, match=f"the {len(caches)} items"):
         Speculation(caches)
 
 

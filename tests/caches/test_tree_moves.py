@@ -142,7 +142,7 @@ def test_what_is_no_path_of_the_round_is_refused_and_nothing_moved() -> None:
     with Speculation(caches) as speculation:
         for cache, rows in zip(speculation.caches, ([0, 1], [0, 1, 2]), strict=True):
             written(cache, rows)
-        with pytest.raises(InvalidRequestError, match="the same number written by"):
+        with pytest.raises(InvalidRequestError, match="have written the same number"):
             speculation.move([1])
 
 

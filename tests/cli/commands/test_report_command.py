@@ -229,10 +229,10 @@ def test_ctrl_c_ends_the_question_and_writes_nothing(
     """A first one has stopped a stage, and the second one is handled as the first."""
     monkeypatch.setattr(report, "_printed", interrupted(signal.SIGINT))
     monkeypatch.setattr(os, "isatty", lambda _: True)
-    asked: list[str] = []
+    questions: list[str] = []
 
     def confirm(question: str) -> bool:
-        asked.append(question)
+        questions.append(question)
         try:
             return bool(interrupted(signal.SIGINT)())
         except KeyboardInterrupt:
@@ -241,7 +241,7 @@ def test_ctrl_c_ends_the_question_and_writes_nothing(
     monkeypatch.setattr("typer.confirm", confirm)
     done = commands("report", MODEL, "--folder", tmp_path, text="")
     assert done.exit_code == INTERRUPTED
-    assert len(asked) == 1
+    assert len(questions) == 1
     assert "Nothing was written." in done.stderr
     assert "Aborted" not in done.stderr
     assert [*tmp_path.iterdir()] == []

@@ -254,7 +254,7 @@ def test_models_caches_and_samplers_are_refused() -> None:
     generator = generator_of(model)
     with pytest.raises(UnsupportedCacheError, match="with_slack"):
         generator.stream([1, 2], prompt_cache=make_prompt_cache(model))
-    with pytest.raises(InvalidRequestError, match="a sampler, which draws"):
+    with pytest.raises(InvalidRequestError, match="a sampler: it draws once"):
         generator.stream([1, 2], sampling=Sampling(sampler=mx.argmax))
     with pytest.raises(UnsupportedCacheError, match="fixed shape"):
         stream_generate(
