@@ -284,11 +284,12 @@ def _commands(folder: Path | None) -> str:
         lines += ["With this one, by the default draft, a lookup:", chat]
     head = None if folder is None else smollm2_head()
     if head is not None:  # commands take one draft, and "auto" finds no head here
+        load = "SpeculativeGenerator.from_pretrained"
         lines += [
             "With the drafts of this demo, in Python:",
             "  from mlx_speculation import CascadeDraft, SpeculativeGenerator",
             f'  draft = CascadeDraft("{head}", "lookup")',
-            f'  make = SpeculativeGenerator.from_pretrained("{folder}", draft=draft)',
+            f'  generator = {load}("{folder}", draft=draft)',
         ]
     return "\n".join(lines) + "\n"
 
