@@ -56,6 +56,7 @@ class Answering:
     async def answer(self, kind: type[Face], body: TextOptions) -> Response:
         """Return the answer to a request with this body; a face formats it."""
         make = partial(kind, body, self._settings)
+        # The count of cancelled texts if the client leaves before `make` has its own
         texts = min(getattr(body, "n", 1), self._settings.max_rows)
         return Answer(partial(self._send, make, texts))
 

@@ -133,8 +133,8 @@ def _bound(host: str, port: int) -> socket.socket:
         family, _, _, _, address = infos[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
+        why = str(error.strerror).partition(" (")[0]  # `socket` appends the address
         raise InvalidRequestError(
-            f"The server cannot listen at {host!r}, port {port}: "
-            f"{str(error.strerror).partition(' (')[0]}. "
+            f"The server cannot listen at {host!r}, port {port}: {why}. "
             "Choose others with --host and --port."
         ) from error
