@@ -44,9 +44,9 @@ def busy(speeds: Sequence[float]) -> str | None:
     if high <= BUSY * low:
         return None
     return (
-        f"Plain decoding ran at {low:.1f} to {high:.1f} tokens/s: other programs were "
-        "busy, so these figures say little, or prompts differ much in length. Close "
-        "other programs, and measure prompts of similar length."
+        f"Plain decoding ran at {low:.1f} to {high:.1f} tokens/s, so these figures say "
+        "little: other programs were busy, or texts differ much in length. Close other "
+        "programs, and measure again."
     )
 
 
