@@ -81,6 +81,7 @@ def test_statistics_are_two_lines_a_table_or_nothing(commands: Commands) -> None
 def test_a_prompt_that_was_not_read_has_no_speed() -> None:
     stream = SpeculativeGenerator.from_pretrained(DRAFT).stream(PROMPT, max_tokens=4)
     stream.close()
+    stream.result.stats.prefill_seconds = 0.001
     said = lines(stream.result, "interrupted", 100, PromptBar(99))
     assert said.endswith("; prompt 100 tokens; no token")
 
