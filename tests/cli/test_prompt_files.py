@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.caches import save_caches
 from support.covering import others_slow
-from support.models.demo_folders import copy_of
+from support.models.demo_folders import copy_of, with_length
 from support.processes.commands import Commands
 
 MODELS = demo_models()
@@ -129,6 +129,18 @@ def test_what_the_file_holds_counts_for_the_start_of_quantization(
     assert commands(*command).exit_code == 0
     said = commands.refused(*command, "--prompt-cache-file", file)
     assert "kv_bits is 7 and kv_group_size 64" in said
+
+
+def test_what_the_file_holds_counts_for_the_context(
+    commands: Commands, tmp_path: Path
+) -> None:
+    folder = copy_of("draft", tmp_path / "short")
+    file = made_by_mlx_lm(tmp_path / "begun.safetensors", str(folder))
+    count = len(SpeculativeGenerator.from_pretrained(DRAFT).encode(BEGIN))
+    with_length(folder, count + 1)
+    command = ["generate", folder, "-m", "1", "--prompt-cache-file", file, "-p"]
+    assert commands(*command, "x").exit_code == 0
+    assert f"The prompt has {count + 3} tokens" in commands.refused(*command, "x = ")
 
 
 def test_a_file_that_does_not_fit_is_refused(

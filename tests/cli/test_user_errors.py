@@ -12,16 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_speculation import __version__, demo_models
+from mlx_speculation import SpeculativeGenerator, __version__, demo_models
 from mlx_speculation.demo.smollm2 import REPOSITORY, smollm2_folder
 from mlx_speculation.shell_commands import program
-from support.models.demo_folders import copy_of
+from support.models.demo_folders import copy_of, with_length
 from support.models.mtp_checkpoints import flat, make, write_folder
 from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
 PLAIN = ["generate", DRAFT, "-m", "2"]
 HI = [*PLAIN, "-p", "hi"]
+LONG = "def add(first, second):\n    return first + second\n"
 
 
 NUMBERS = [
@@ -238,6 +239,21 @@ def test_an_empty_prompt_is_refused(
     monkeypatch.setattr("mlx_speculation.cli.inputs.sys", terminal)
     said = commands.refused(*PLAIN)
     assert said == "There is no prompt. Give --prompt, or a text on standard input."
+
+
+def test_a_prompt_beyond_the_context_is_refused(
+    commands: Commands, tmp_path: Path
+) -> None:
+    folder = copy_of("draft", tmp_path / "short")
+    count = len(SpeculativeGenerator.from_pretrained(folder).encode(LONG))
+    with_length(folder, count - 1)
+    said = commands.refused("generate", folder, "-p", LONG)
+    assert said == (
+        f"The prompt has {count} tokens, and the model was made for at most "
+        f"{count - 1}, by its config.json. Shorten the prompt."
+    )
+    with_length(folder, count)
+    assert commands("generate", folder, "-p", LONG, "-m", "1").exit_code == 0
 
 
 def test_values_are_checked_before_a_model_is_loaded(commands: Commands) -> None:

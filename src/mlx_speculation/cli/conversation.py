@@ -11,16 +11,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_speculation.cli.chat_template import Message, TemplateOptions, encode
+from mlx_speculation.cli.inputs import check_length
 
 
 class Conversation:
-    """Messages of a user and answers to them."""
+    """Messages of a user and answers to them, of at most `longest` tokens."""
 
     def __init__(
-        self, tokenizer: Any, template: TemplateOptions, *, replay: bool = True
+        self,
+        tokenizer: Any,
+        template: TemplateOptions,
+        *,
+        replay: bool = True,
+        longest: int | None = None,
     ) -> None:
         self._tokenizer, self._replay = tokenizer, replay
-        self._template = template
+        self._template, self._longest = template, longest
         self.rendered = template.applies(tokenizer)
         self.clear()
 
@@ -33,7 +39,8 @@ class Conversation:
     def ask(self, message: str) -> list[int]:
         """Add a message; return the ids of the conversation up to the answer to it.
 
-        A message that the template refuses raises InvalidRequestError and is not added.
+        A message that the template refuses, or that makes the conversation too long,
+        raises InvalidRequestError and is not added.
         """
         said: Message = {"role": "user", "content": message}
         messages = [*self._messages, said]
@@ -41,14 +48,15 @@ class Conversation:
             text = self._template.render(self._tokenizer, messages)
         else:
             text = "".join(f"{message['content']}\n" for message in messages)
-        self._messages = messages
         if self._replay and self._ids and text.startswith(self._text):
             rest = text[len(self._text) :]
-            self._ids += encode(self._tokenizer, rest, rendered=True) if rest else []
+            new = encode(self._tokenizer, rest, rendered=True) if rest else []
+            ids = [*self._ids, *new]
         else:
-            self._ids = encode(self._tokenizer, text, rendered=self.rendered)
-        self._text = text
-        return list(self._ids)
+            ids = encode(self._tokenizer, text, rendered=self.rendered)
+        check_length(len(ids), self._longest)
+        self._messages, self._ids, self._text = messages, ids, text
+        return list(ids)
 
     def answer(self, text: str, tokens: Sequence[int]) -> None:
         """Add a message with the answer; `tokens` may end with a stop token."""

@@ -47,6 +47,15 @@ def sound_text(name: str, text: str) -> str:
         ) from error
 
 
+def check_length(tokens: int, longest: int | None) -> None:
+    """Refuse a prompt of more than `longest` tokens; None: there is no limit."""
+    if longest is not None and tokens > longest:
+        raise InvalidRequestError(
+            f"The prompt has {tokens} tokens, and the model was made for at most "
+            f"{longest}, by its config.json. Shorten the prompt."
+        )
+
+
 def decoded(name: str, content: bytes) -> str:
     """Return UTF-8 bytes as text."""
     try:

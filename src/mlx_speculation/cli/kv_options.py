@@ -61,6 +61,13 @@ class KvOptions(KvLimits):
             )
         return loaded
 
+    @staticmethod
+    def held(loaded: "LoadedCaches | None") -> int:
+        """Return how many tokens the caches of a file hold."""
+        from mlx_speculation.caches import position
+
+        return 0 if loaded is None else position(loaded.caches) or 0
+
     def for_stream(
         self,
         generator: "SpeculativeGenerator",

@@ -17,7 +17,7 @@ from mlx_speculation.cli.chat_template import TemplateOptions
 from mlx_speculation.cli.conversation import Conversation
 from mlx_speculation.engine import Chunk, Stream
 from mlx_speculation.errors import DraftNotice
-from support.models.demo_folders import copy_of
+from support.models.demo_folders import copy_of, with_length
 from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
@@ -198,6 +198,26 @@ def test_one_ctrl_c_at_the_prompt_of_a_terminal_does_not_end_it(
 def test_a_message_that_is_no_utf8_is_refused(commands: Commands) -> None:
     said = commands.refused("chat", DRAFT, text=b"a\xff\n")
     assert said.startswith("Standard input is not UTF-8: byte 0xff stands at offset 1")
+
+
+def test_a_message_that_is_too_long_is_not_added(
+    commands: Commands, tmp_path: Path
+) -> None:
+    folder = copy_of("draft", tmp_path / "short")
+    with_length(folder, 40)
+    lines = "def add(a, b):\n" + "x = 1 " * 50 + "\ndef sub(a, b):\n"
+    options = ["chat", str(folder), *LENGTH, "--json"]
+    done = commands(*options, text=lines)
+    assert done.exit_code == 2
+    assert done.stderr.count("error: The prompt has ") == 1
+    assert "for at most 40, by its config.json. Shorten the prompt." in done.stderr
+    without = commands(*options, text=lines.replace("x = 1 " * 50 + "\n", ""))
+    assert without.exit_code == 0
+    turns = json.loads(done.stdout)["turns"]
+    assert [turn["tokens"] for turn in turns] == [
+        turn["tokens"] for turn in json.loads(without.stdout)["turns"]
+    ]
+    assert len(turns) == 2
 
 
 @given(

@@ -1,5 +1,6 @@
 """Copies of the bundled models' folders."""
 
+import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,14 @@ from mlx_speculation.models.mtp.load_with_convention import saved_convention
 
 def copy_of(name: str, folder: Path) -> Path:
     return Path(shutil.copytree(demo_models()[name], folder))
+
+
+def with_length(folder: Path, longest: int) -> Path:
+    """Set the context length of a copy."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"max_position_embeddings": longest}
+    file.write_text(json.dumps(config))
+    return folder
 
 
 def probed_hybrid(folder: Path) -> Path:

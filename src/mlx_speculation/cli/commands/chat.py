@@ -27,8 +27,9 @@ from mlx_speculation.cli.options import (
     Quiet,
     SamplingOptions,
 )
-from mlx_speculation.cli.run_app import INTERRUPTED, note
+from mlx_speculation.cli.run_app import INTERRUPTED, USAGE, fail, note
 from mlx_speculation.cli.stream_view import PromptBar, as_fields, lines, show
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
@@ -61,7 +62,12 @@ def chat(
     generator = open_pair(
         pair, screen, prefix_cache=CacheOptions(cache_gigabytes=cache_gigabytes).made()
     )
-    conversation = Conversation(generator.tokenizer, template, replay=not no_replay)
+    conversation = Conversation(
+        generator.tokenizer,
+        template,
+        replay=not no_replay,
+        longest=generator.context_length,
+    )
     if not conversation.rendered:
         note("no chat template is used: messages are continued as plain text")
     options: StreamKeywords = {
@@ -82,6 +88,8 @@ def chat(
     )
     if interrupted:
         raise typer.Exit(INTERRUPTED)
+    if talk.refused:
+        raise typer.Exit(USAGE)
 
 
 @dataclass(slots=True)
@@ -93,6 +101,7 @@ class _Talk:
     colour: bool
     # The text and statistics of each turn, for JSON
     turns: list[dict[str, Any]] = field(default_factory=list)
+    refused: bool = False  # whether any message was refused
 
     @property
     def summary(self) -> str:
@@ -122,7 +131,12 @@ class _Talk:
         return False
 
     def _turn(self, message: str) -> None:
-        ids = self.conversation.ask(sound_text("The message", message))
+        try:
+            ids = self.conversation.ask(sound_text("The message", message))
+        except InvalidRequestError as error:
+            fail(f"{error} The conversation is as it was; /reset begins a new one.")
+            self.refused = True
+            return
         bar = PromptBar(len(ids) - 1)
         options: StreamKeywords = {**self.options, "prompt_progress": bar.advance}
         stream = self.generator.stream(ids, **options)

@@ -11,6 +11,7 @@ from mlx_speculation.cli.chat_template import TemplateOptions, encode
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.html_page import page_of
 from mlx_speculation.cli.inputs import (
+    check_length,
     check_output,
     checked_images,
     read_json_file,
@@ -128,6 +129,7 @@ def generate(
     generator = open_pair(pair, screen, vision=True if images else None)
     before = kv.before(pair.model, generator)
     prompt, tokens, text = _prompt_of(generator, template, said, prefix, images, before)
+    check_length(kv.held(before) + len(tokens), generator.context_length)
     bar = PromptBar(len(tokens) - 1)
     options: StreamKeywords = {
         **end.for_stream(generator.tokenizer),
