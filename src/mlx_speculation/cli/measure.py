@@ -113,11 +113,17 @@ class Compared:
 def arms_of(drafts: Sequence[str], lengths: Sequence[int | None]) -> list[Arm]:
     """Return the arms: the two plain ones, then each draft at each length."""
     drafted = [
-        Arm(f"{name} {'adaptive' if length is None else f'k={length}'}", length, draft)
+        Arm(f"{name}, {_words(length)}", length, draft)
         for draft, name in enumerate(drafts)
         for length in lengths
     ]
     return [Arm(OURS, 0), Arm(MLX_LM, 0), *drafted]
+
+
+def _words(length: int | None) -> str:
+    if length is None:
+        return "adaptive"
+    return f"{length} token{'s' * (length != 1)}"
 
 
 def measure(

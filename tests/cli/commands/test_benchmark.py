@@ -32,9 +32,9 @@ def test_all_arms_are_measured_and_their_texts_compared(
     assert list(arms) == [
         "no draft",
         "mlx-lm, no draft",
-        "draft k=2",
-        "draft k=1",
-        "draft k=3",
+        "draft, 2 tokens",
+        "draft, 1 token",
+        "draft, 3 tokens",
     ]
     assert report["plain"] in ("no draft", "mlx-lm, no draft")
     assert (report["same"], report["passes"], report["tokens"]) == (True, 2, 6)
@@ -54,7 +54,7 @@ def test_all_arms_are_measured_and_their_texts_compared(
         assert arm["over_plain"]["low"] == pytest.approx(min(ratios))
     assert arms[report["plain"]]["over_plain"]["median"] == 1
     assert arms["mlx-lm, no draft"]["statistics"] is None
-    counted = arms["draft k=3"]["statistics"]
+    counted = arms["draft, 3 tokens"]["statistics"]
     assert counted["emitted"] == 12
     assert counted["accepted"] == counted["drafted"] > 0  # the target is its own draft
     assert len(counted["accepted_per_position"]) == 3
@@ -79,8 +79,8 @@ def test_two_names_of_the_same_lookup_are_measured_once(commands: Commands) -> N
     done = commands(*words, "--draft-length", "2", "-p", "A list", "--passes", "1")
     assert done.exit_code == 0
     assert "lookup is not measured: it is the same draft as auto" in done.stderr
-    assert "auto: lookup k=2" in done.stdout
-    assert "lookup k=2" not in done.stdout.replace("auto: lookup", "")
+    assert "auto: lookup, 2 tokens" in done.stdout
+    assert "lookup, 2 tokens" not in done.stdout.replace("auto: lookup", "")
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_nothing_is_recommended_if_plain_decoding_was_not_steady(
 ) -> None:
     """Each of the two ways without a draft has to be steady."""
     arms = [measure.Arm("", 0, speeds=speeds) for speeds in (ours, theirs)]
-    arms.append(measure.Arm("a k=4", 4, speeds=[2 * each for each in ours]))
+    arms.append(measure.Arm("a, 4 tokens", 4, speeds=[2 * each for each in ours]))
     assert benchmark._advice(arms, arms[0], ["a"]).startswith(advice)
 
 
 BEST = "Best here: --draft a --draft-length 4\nx plain is "
-LOSES = "No draft pays here: for the best, a k=4, x plain is "
+LOSES = "No draft pays here: for the best (a, 4 tokens) x plain is "
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_draft_is_recommended_if_the_median_and_all_passes_together_gain(
     ratios: tuple[float, ...], advice: str
 ) -> None:
     arms = [measure.Arm("", 0, speeds=[10.0] * len(ratios)) for _ in range(2)]
-    arms.append(measure.Arm("a k=4", 4, speeds=[10 * each for each in ratios]))
+    arms.append(measure.Arm("a, 4 tokens", 4, speeds=[10 * each for each in ratios]))
     assert benchmark._advice(arms, arms[0], ["a"]).startswith(advice)
 
 
@@ -207,7 +207,7 @@ def test_several_drafts_run_on_the_messages_of_a_file(
     command = ["benchmark", folder, *drafts, "-m", "6", "--passes", "3"]
     report = commands.object(*command, "--prompts-file", file)
     assert [arm["name"] for arm in report["arms"]] == [
-        *("no draft", "mlx-lm, no draft", "draft k=2", "lookup k=2")
+        *("no draft", "mlx-lm, no draft", "draft, 2 tokens", "lookup, 2 tokens")
     ]
     assert report["drafts"] == [DRAFT, "lookup"]
     assert (report["chat"], report["same"], report["passes"]) == (True, True, 3)
@@ -223,7 +223,7 @@ def test_several_drafts_run_on_the_messages_of_a_file(
     file.write_text(json.dumps("def add(first, second):\n"))
     longer = [*command[:-3], "24", "--passes", "1", "--ignore-chat-template"]
     ended = commands.object(*longer, "--prompts-file", file)
-    (arm,) = [arm for arm in ended["arms"] if arm["name"] == "draft k=2"]
+    (arm,) = [arm for arm in ended["arms"] if arm["name"] == "draft, 2 tokens"]
     assert arm["statistics"]["emitted"] == 6  # the text ends by itself here
 
 

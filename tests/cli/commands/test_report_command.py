@@ -17,9 +17,10 @@ import pytest
 import typer
 
 from mlx_speculation import demo_models
-from mlx_speculation.cli.commands import report
+from mlx_speculation.cli.commands import report, report_page
 from mlx_speculation.cli.load_pair import short_name
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED, TERMINATED, USAGE
+from mlx_speculation.models.quantize import runs_on_linux_cpu
 from support.models.demo_folders import copy_of
 from support.processes.commands import Commands
 
@@ -60,7 +61,7 @@ def test_a_report_has_the_figures_of_all_commands_and_nothing_personal(
     assert "\n1 text of up to 8 tokens, equal to plain decoding's:\n" in text
     assert "\nExact mode: same bits on this machine, 0 of " in text
     assert "Device(" not in text + written
-    assert set(page) == {*report.FACTS, "machine", "versions", *report.SHARED}
+    assert set(page) == {*report_page.FACTS, "machine", "versions", *report.SHARED}
 
 
 @pytest.mark.slow
@@ -76,7 +77,7 @@ def test_a_command_that_fails_leaves_its_error_without_the_path(tmp_path: Path) 
         "machine": {"device_name": "M9", "cpu": ""},
         "versions": {},
     }
-    text = report.markdown({**page, "check": measured})
+    text = report_page.markdown({**page, "check": measured})
     assert text.startswith("# mlx-speculation on M9\n")
     assert f"## check\n\nnot measured: {measured['error']}\n" in text
 
@@ -91,7 +92,7 @@ def test_the_facts_of_a_machine_are_shared_without_its_variables(
     assert "cannot be kept in cache," in json.dumps(measured["advice"])
     assert "someone" not in json.dumps(measured)
     assert measured["packages"]["mlx"]
-    text = report.markdown(
+    text = report_page.markdown(
         {"model": "", "machine": {"device_name": "", "cpu": "c"}, "versions": {}}
         | {"doctor": measured}
     )
@@ -380,7 +381,9 @@ def test_weights_are_named_by_bits_or_dtype(
 ) -> None:
     folder = copy_of("draft", tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(config))
-    assert report._weights(str(folder)).startswith(weights)
+    named = report._weights(str(folder))
+    assert named.startswith(weights)
+    assert named.endswith("computed in float32") == runs_on_linux_cpu()
 
 
 def test_a_report_that_was_stopped_says_so(
@@ -448,10 +451,12 @@ def test_progress_of_a_command_is_handed_on(
 def test_texts_are_counted_and_not_passes() -> None:
     measured = {"plain": "no draft", "same": True, "passes": 5, "texts": 3}
     more = {"tokens": 8, "chat": False, "arms": [], "advice": ""}
-    assert report._benchmark(measured | more)[0].startswith("3 texts of up to 8 tokens")
+    assert report_page._benchmark(measured | more)[0].startswith(
+        "3 texts of up to 8 tokens"
+    )
 
 
 @pytest.mark.parametrize(("drafted", "busy"), [(0.02, True), (0.05, False)])
 def test_costs_of_a_busy_machine_are_named(drafted: float, busy: bool) -> None:
     costs = {"seconds_by_context": {"512": {"0": 0.04, "4": drafted}}}
-    assert (report.BUSY in report._calibrate(costs)) == busy
+    assert (report_page.BUSY in report_page._calibrate(costs)) == busy

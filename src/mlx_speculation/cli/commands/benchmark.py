@@ -264,7 +264,7 @@ def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
         f"{ratio.harmonic_mean:.2f} over all passes"
     )
     if _gain(ratio) < LEAST_GAIN:
-        return f"No draft pays here: for the best, {best.name}, {shown}."
+        return f"No draft pays here: for the best ({best.name}) {shown}."
     length = "" if best.length is None else f" --draft-length {best.length}"
     return f"Best here: --draft {shlex.quote(names[best.draft])}{length}\n{shown}."
 
@@ -277,7 +277,7 @@ def _gain(ratio: Spread) -> float:
 def _table(arms: Sequence[Arm], plain: Arm, title: str) -> Table:
     caption = ratio_note(plain.name)
     table = Table(title=f"Tokens per second, {title}", caption=caption)
-    table.add_column("arm", no_wrap=True)
+    table.add_column("draft", no_wrap=True)
     for column in ("median", "x plain", "min..max", "accepted"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("by position, %")
