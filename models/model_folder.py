@@ -90,15 +90,18 @@ def model_folder(path_or_repo: str | Path) -> Path:
             f"The repository {str(path_or_repo)!r} could not be fetched "
             f"({_why(error)}). Check its name and the network, or pass the path of a "
             f"folder{_of_the_demo(str(path_or_repo))}."
-        ) from error
+        ) from (None if _by_the_hub(error) else error)
 
 
 def _why(error: Exception) -> str:
     """Return an error's kind, and its text unless the hub or the network raised it."""
     kind = type(error).__name__
-    if type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx2"):
-        return kind
-    return f"{kind}: {shortened(error)}"
+    return kind if _by_the_hub(error) else f"{kind}: {shortened(error)}"
+
+
+def _by_the_hub(error: Exception) -> bool:
+    """Return whether the hub's client raised an error; its traceback is long."""
+    return type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx2")
 
 
 def _of_the_demo(repository: str) -> str:

