@@ -107,15 +107,15 @@ LOSES = "No draft pays here: for the best (a, 4 tokens) x plain is "
 @pytest.mark.parametrize(
     ("ratios", "advice"),
     [
-        ((0.5, 0.5, 2, 2, 2), f"{LOSES}2.00, from 0.50 to 2.00, 0.91 over all passes"),
-        ((0.5, 3.5), f"{LOSES}2.00, from 0.50 to 3.50, 0.88 over all passes"),
-        ((0.37, 1.06, 1.09), f"{LOSES}1.06, "),
-        ((0.9, 1.4, 3.0), f"{BEST}1.40, from 0.90 to 3.00, 1.39 over all passes."),
-        ((1.6,) * 79 + (0.6,), f"{BEST}1.60, "),
-        ((1.3,) * 15 + (0.75,), f"{BEST}1.30, "),
-        ((1.9,) * 4 + (0.5,), f"{BEST}1.90, from 0.50 to 1.90, 1.22 over all passes."),
-        ((0.98, 1.01, 1.02), f"{LOSES}1.01, "),
-        ((0.99, 1, 1, 5, 5), f"{LOSES}1.00, "),
+        ((0.5, 0.5, 2, 2, 2), f"{LOSES}2.00 (0.50 to 2.00), its harmonic mean 0.91"),
+        ((0.5, 3.5), f"{LOSES}2.00 (0.50 to 3.50), its harmonic mean 0.88"),
+        ((0.37, 1.06, 1.09), f"{LOSES}1.06 ("),
+        ((0.9, 1.4, 3.0), f"{BEST}1.40 (0.90 to 3.00), its harmonic mean 1.39."),
+        ((1.6,) * 79 + (0.6,), f"{BEST}1.60 ("),
+        ((1.3,) * 15 + (0.75,), f"{BEST}1.30 ("),
+        ((1.9,) * 4 + (0.5,), f"{BEST}1.90 (0.50 to 1.90), its harmonic mean 1.22."),
+        ((0.98, 1.01, 1.02), f"{LOSES}1.01 ("),
+        ((0.99, 1, 1, 5, 5), f"{LOSES}1.00 ("),
     ],
 )
 def test_a_draft_is_recommended_if_the_median_and_all_passes_together_gain(
@@ -146,7 +146,26 @@ def test_a_steady_draft_is_recommended_before_one_that_may_lose_more(
     folder = "secret lab/x y/my draft"
     command, shown = benchmark._advice(arms, arms[0], ["a", folder]).splitlines()
     assert command == f"Best here: --draft '{folder}'"
-    assert shown == "x plain is 1.20, from 1.10 to 1.20, 1.18 over all passes."
+    assert shown == "x plain is 1.20 (1.10 to 1.20), its harmonic mean 1.18."
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "fixed", "length"),
+    [
+        (1.20, 1.25, ""),
+        (1.20, 1.27, " --draft-length 4"),
+        (1.00, 1.04, " --draft-length 4"),  # the adaptive length gains nothing
+        (1.20, 1.10, ""),
+    ],
+)
+def test_a_fixed_length_is_recommended_if_it_is_clearly_faster(
+    adaptive: float, fixed: float, length: str
+) -> None:
+    arms = [measure.Arm("", 0, speeds=[10.0] * 5) for _ in range(2)]
+    arms.append(measure.Arm("a, adaptive", None, speeds=[10 * adaptive] * 5))
+    arms.append(measure.Arm("a, 4 tokens", 4, speeds=[10 * fixed] * 5))
+    command, _ = benchmark._advice(arms, arms[0], ["a"]).splitlines()
+    assert command == f"Best here: --draft a{length}"
 
 
 def test_plain_is_the_one_that_is_faster_by_turns(
