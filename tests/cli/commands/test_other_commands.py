@@ -558,12 +558,10 @@ def test_the_demo_ends_with_commands_for_this_shell(
     started = "'an environment/bin/mlx-speculation'"
     bundled = _commands(None)
     assert f"\n  {started} chat MODEL\n  {started} report MODEL\n" in bundled
-    assert "this one" not in bundled
+    assert "this model" not in bundled
     monkeypatch.setattr(f"{home}.smollm2_head", lambda: None)
     model = tmp_path / "a model"
-    chat = (
-        f"With this one, by the default draft, a lookup:\n  {started} chat '{model}'\n"
-    )
+    chat = f"With this model, and a lookup (the default draft):\n  {started} chat '{model}'\n"
     assert _commands(model) == bundled + chat
     head = tmp_path / "head"
     monkeypatch.setattr(f"{home}.smollm2_head", lambda: head)

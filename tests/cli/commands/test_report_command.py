@@ -452,7 +452,7 @@ def test_texts_are_counted_and_not_passes() -> None:
     measured = {"plain": "no draft", "same": True, "passes": 5, "texts": 3}
     more = {"tokens": 8, "chat": False, "arms": [], "advice": ""}
     assert report_page._benchmark(measured | more)[0].startswith(
-        "3 texts of up to 8 tokens"
+        "3 texts, answers of up to 8 tokens; their texts are equal to"
     )
 
 

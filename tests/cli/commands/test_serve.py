@@ -80,7 +80,10 @@ def test_it_serves_until_a_signal_ends_it() -> None:
         assert process.wait(30) == 0
     large, small, first, *lines, last = rest.splitlines()
     assert "4096 tokens, and the model was made for 2048" in large
-    assert small == "The context is 4096 tokens; agents begin with 10,000 to 25,000."
+    assert small == (
+        "The context is 4096 tokens. Coding agents begin with 7,700 to 25,000, and "
+        "need 32,000 or more to work."
+    )
     assert "run its command in another terminal" in first
     assert last == "ending"
     agents = agent_lines(url.removesuffix("/v1"), "draft", 4096)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
 
 CACHE_GIGABYTES = 1.0
+PAUSED = "* drafting paused, as drafts did not pay in some part of the text"
 NOTES = """\
 tokens a round: mean of the tokens that one forward of the model adds; 1 without drafts
 tokens reused: prompt tokens kept from earlier prompts, which are not read again
@@ -256,7 +257,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
         plain, drafted = row.speeds
         rounds = max(1, sum(each.rounds for each in stats))
         paused = any(each.paused for each in stats)
-        table.caption = "* drafting paused" if paused else table.caption
+        table.caption = PAUSED if paused else table.caption
         ratio = drafted / max(plain, 1e-9)
         table.add_row(
             row.target,
@@ -281,7 +282,7 @@ def _commands(folder: Path | None) -> str:
     ]
     if folder is not None:
         chat = f"  {name} chat {shlex.quote(str(folder))}"
-        lines += ["With this one, by the default draft, a lookup:", chat]
+        lines += ["With this model, and a lookup (the default draft):", chat]
     head = None if folder is None else smollm2_head()
     if head is not None:  # commands take one draft, and "auto" finds no head here
         load = "SpeculativeGenerator.from_pretrained"

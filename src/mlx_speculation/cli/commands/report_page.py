@@ -98,10 +98,10 @@ def _benchmark(measured: Measured) -> list[str]:
         lines.append(_row(arm["name"], *speeds, accepted))
     texts = counted_texts(measured["texts"], chat=measured["chat"])
     same = "equal" if measured["same"] else "NOT ALL EQUAL"
-    size = f"{texts} of up to {measured['tokens']} tokens"
+    size = f"{texts}, answers of up to {measured['tokens']} tokens"
     note = ratio_note(measured["plain"])
     return [
-        f"{size}, {same} to plain decoding's:",
+        f"{size}; their texts are {same} to plain decoding's.",
         *("", *lines, "", note, "", measured["advice"]),
     ]
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 KEY = "MLX_SPECULATION_API_KEY"
 # The largest context that `agent_lines` gets, since some configs set no limit.
 MOST_CONTEXT = 1 << 20
-AGENT_TOKENS = 10_000  # roughly the shortest first prompt of a coding agent
+AGENT_TOKENS = 32_000  # a session of a coding agent needs this context
 LOOK_SECONDS = 0.5
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -208,8 +208,8 @@ def _until_stopped(
             )
         if context < AGENT_TOKENS:
             screen.say(
-                f"The context is {context} tokens; agents begin with {AGENT_TOKENS:,} "
-                "to 25,000."
+                f"The context is {context} tokens. Coding agents begin with 7,700 to "
+                f"25,000, and need {AGENT_TOKENS:,} or more to work."
             )
         screen.say("To use an agent, run its command in another terminal:")
         for agent, line in agent_lines(server.url, settings.names[0], context).items():
