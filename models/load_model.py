@@ -41,6 +41,7 @@ from mlx_speculation.models.mtp.files import is_leftover, is_split_head, sidecar
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
 from mlx_speculation.models.safetensors_layout import check_index, named_files_only
 from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
+from mlx_speculation.models.token_ids import omitted_length
 from mlx_speculation.models.vision.load import load_vision
 
 # Functions that recognize config.json of a kind of drafter; the first match decides.
@@ -140,6 +141,7 @@ def _loaded(
     try:
         model, config = _load_trunk(folder, trust_remote_code, lazy=lazy)
         ends = config.get("eos_token_id")
+        model.omitted_length = omitted_length(read_config(folder))
         return model, load_tokenizer(folder, more, eos_token_ids=ends)
     except ModelFolderError:
         raise

@@ -1,6 +1,7 @@
 """Token ids of a target, its context length, and the comparison with a draft's ids."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
+from transformers import AutoConfig
 
 from mlx_speculation.caches import leaves
 from mlx_speculation.errors import TokenizerMismatchError
+from mlx_speculation.models.config_json import text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,12 @@ _LENGTHS = (
 def context_length(model: nn.Module) -> int | None:
     """Return the number of tokens that the model was made for; None: it is not known.
 
-    If the checkpoint has no number, this is the default of mlx-lm's arguments, or None
-    if all layers are recurrent, since these have no limit.
+    If the checkpoint has no number, this is `omitted_length`, or for a model that was
+    not loaded by this package the default of mlx-lm's arguments. It is None if all
+    layers are recurrent, since these have no limit.
     """
+    if (omitted := getattr(model, "omitted_length", None)) is not None:
+        return int(omitted)
     args = getattr(model, "args", None)
     inner = getattr(getattr(model, "language_model", None), "args", None)
     for each in (args, getattr(args, "text_config", None), inner):
@@ -82,6 +88,30 @@ def context_length(model: nn.Module) -> int | None:
                 continue
             if most != usual or _holds_keys(model):
                 return max(most, _scaled_length(named))
+    return None
+
+
+def omitted_length(config: dict[str, Any]) -> int | None:
+    """Return the context length of a config.json that names none; None: it names one.
+
+    transformers leaves out what equals the defaults of its class, and the defaults of
+    mlx-lm and mlx-vlm are others: for Gemma 3 they have 32768 and 4096 instead of
+    131072. It is None too if transformers does not know the architecture.
+    """
+    part, parts = text_config(config), [config]
+    # Some families have the text's part under other names than text_config.
+    parts += [
+        each
+        for name, each in config.items()
+        if isinstance(each, dict) and "vision" not in name and "audio" not in name
+    ]
+    if any(each.get(name) is not None for each in parts for name in _LENGTHS):
+        return None
+    for kind in filter(None, (part.get("model_type"), config.get("model_type"))):
+        with suppress(ValueError):  # an unknown architecture
+            made = AutoConfig.for_model(kind).get_text_config()
+            length = getattr(made, "max_position_embeddings", None)
+            return length and max(length, _scaled_length(part))
     return None
 
 

@@ -31,6 +31,7 @@ from mlx_speculation.models.safetensors_layout import (
     check_apart,
     check_index,
 )
+from mlx_speculation.models.token_ids import omitted_length
 from mlx_speculation.models.vision.families import check_family
 from mlx_speculation.models.vision.image_prompt import ImagePrompt
 from mlx_speculation.models.vision.open_image import open_image
@@ -89,7 +90,9 @@ def load_vision(
         ) from error
     if runs_on_linux_cpu():
         vlm = to_float32(vlm)
-    return VisionTarget(vlm, Processor(processor, vlm.config)), tokenizer
+    target = VisionTarget(vlm, Processor(processor, vlm.config))
+    target.omitted_length = omitted_length(config)
+    return target, tokenizer
 
 
 def _check_library(path_or_repo: str | Path) -> None:

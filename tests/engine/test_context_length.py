@@ -1,6 +1,9 @@
 """Prompts that are longer than the model's context."""
 
+import json
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +11,13 @@ import pytest
 
 from mlx_speculation import ContextLengthNotice, SpeculativeGenerator
 from mlx_speculation.models import context_length
+from mlx_speculation.models.token_ids import omitted_length
 from support.models import census
+from support.models.chat_folders import chat_folder
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import letter_tokenizer
+from support.models.tiny_vision import WITHOUT_MLX_VLM
+from support.models.vision_folders import vision_folder
 
 LETTERS = 26
 
@@ -116,3 +123,68 @@ def test_a_default_of_a_recurrent_class_is_no_length() -> None:
     assert fields["max_position_embeddings"].default == 2056
     model.args.max_position_embeddings = 2056
     assert context_length(model) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        # Gemma 3 of 4 B and more: config.json leaves out transformers' default.
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, 2**17),
+        ({"model_type": "gemma3", "text_config": {}}, 2**17),
+        ({"model_type": "gemma3", "vision_config": {}}, 2**17),
+        ({"model_type": "gpt2"}, 1024),
+        # Gemma 3 of 1 B names it.
+        ({"model_type": "gemma3_text", "max_position_embeddings": 32768}, None),
+        (
+            {"model_type": "gemma3", "text_config": {"max_position_embeddings": 99}},
+            None,
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "rope_scaling": {
+                    "factor": 4,
+                    "original_max_position_embeddings": 16384,
+                },
+            },
+            65536,
+        ),
+        ({"model_type": "qwen3", "llm_config": {"n_ctx": 99}}, None),
+        (
+            {"model_type": "qwen3", "vision_config": {"max_position_embeddings": 99}},
+            32768,
+        ),
+        ({"model_type": "mamba2"}, None),
+        ({"model_type": "no such architecture"}, None),
+    ],
+)
+def test_a_length_that_the_config_leaves_out_is_that_of_transformers(
+    config: dict[str, Any], longest: int | None
+) -> None:
+    assert omitted_length(config) == longest
+
+
+@pytest.mark.parametrize(("named", "longest"), [(None, 2**17), (300, 300)])
+def test_a_loaded_model_has_the_length_of_its_config(
+    tmp_path: Path, named: int | None, longest: int
+) -> None:
+    folder = chat_folder(tmp_path / "gemma", "gemma3_text")
+    change(folder, lambda config: config.update(max_position_embeddings=named))
+    assert SpeculativeGenerator.from_pretrained(folder).context_length == longest
+
+
+@WITHOUT_MLX_VLM
+def test_a_loaded_vision_model_has_the_length_of_its_config(tmp_path: Path) -> None:
+    """The default of the class in mlx-vlm is 4096."""
+    folder = vision_folder(tmp_path / "gemma", "gemma3")
+    change(folder, lambda config: config["text_config"].pop("max_position_embeddings"))
+    generator = SpeculativeGenerator.from_pretrained(folder, vision=True)
+    assert generator.context_length == 2**17
+
+
+def change(folder: Path, act: Callable[[dict[str, Any]], Any]) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    act(config)
+    present = {name: value for name, value in config.items() if value is not None}
+    file.write_text(json.dumps(present), "utf-8")

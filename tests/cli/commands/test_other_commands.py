@@ -561,7 +561,8 @@ def test_the_demo_ends_with_commands_for_this_shell(
     assert "this model" not in bundled
     monkeypatch.setattr(f"{home}.smollm2_head", lambda: None)
     model = tmp_path / "a model"
-    chat = f"With this model, and a lookup (the default draft):\n  {started} chat '{model}'\n"
+    said = "With this model, and a lookup (the default draft):"
+    chat = f"{said}\n  {started} chat '{model}'\n"
     assert _commands(model) == bundled + chat
     head = tmp_path / "head"
     monkeypatch.setattr(f"{home}.smollm2_head", lambda: head)
