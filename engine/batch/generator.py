@@ -94,7 +94,7 @@ class BatchGenerator:
     @property
     def running(self) -> tuple[int, ...]:
         """Ids of the rows that are generating, in the order of their responses."""
-        return tuple(row.uid for row in self._queue.running)
+        return tuple(sorted(row.uid for row in self._queue.running))
 
     def insert(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> int:
         """Add a row, which `next` will run, and return its id.
@@ -120,9 +120,10 @@ class BatchGenerator:
     def next(self) -> list[BatchResponse]:
         """Read prompts, let their rows join, and run one round of every row.
 
-        Prompts are read in the order of insertion while there is room for rows. A call
-        reads at most one chunk (`prefill_step_size` tokens), which may hold several
-        short prompts.
+        A call reads at most one chunk (`prefill_step_size` tokens), which may hold
+        several short prompts, while there is room for rows. Prompts are read in the
+        order of insertion, but every second chunk begins with one that is at most a
+        quarter as long as what is left of the oldest.
 
         Responses are in the order in which their rows were inserted. The responses of
         one row are in the order of its tokens. A row has no response before its prompt

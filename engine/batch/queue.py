@@ -10,11 +10,15 @@ from mlx_speculation.engine.batch.running import RunningTogether
 from mlx_speculation.interrupts import raised_by_signal
 from mlx_speculation.models import PrefillBudget
 
+# A prompt is read before an older one that has this many times as many tokens left.
+# Nearly equal ones wait: they often share a beginning, which is then read once.
+MUCH_SHORTER = 4
+
 
 class BatchQueue:
     """The requests of a batch, of which at most `most` run at once.
 
-    `waiting` and `running` are in the order of insertion.
+    `waiting` is in the order of insertion, `running` in the order of beginning.
     `groups` maps each quantization of caches to its requests, which share forwards.
     `ready` holds responses for the next call of `BatchGenerator.next`.
     """
@@ -31,6 +35,7 @@ class BatchQueue:
         self.groups = defaultdict[KVQuantization | None, RunningTogether](new_group)
         self.ready: list[BatchResponse] = []
         self._joining: list[BatchRequest] = []  # have read their prompts; in no group
+        self._overtakes = False  # whether a short prompt may be read before the oldest
         self._statistics, self._most = statistics, most
 
     def add(self, row: BatchRequest) -> None:
@@ -93,7 +98,7 @@ class BatchQueue:
             return
         room: PrefillBudget | None = None
         while self.waiting and len(self.running) < self._most:
-            row = self.waiting[0]
+            row = self._next_prompt()
             room = room or PrefillBudget(row.request.target.prefill_step)
             try:
                 if not row.begin(room.fits):
@@ -105,9 +110,11 @@ class BatchQueue:
             if row.alone is None and not row.ended:
                 row.keep_prompt()
                 self._joining.append(row)
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(row)
+            self.running.append(row)
             if row.ended:
                 self._respond([row])
+        self._overtakes = not self._overtakes
         joining = defaultdict[KVQuantization | None, list[BatchRequest]](list)
         for row in self._joining:
             if not row.ended:
@@ -120,6 +127,21 @@ class BatchQueue:
                     row.alone = f"its caches cannot be put beside others: {error}"
                     self._count_alone(row)
         self._joining = []
+
+    def _next_prompt(self) -> BatchRequest:
+        """Return the request whose prompt is read next.
+
+        In every second chunk a prompt that is much shorter than the oldest one is read
+        first, so that short requests do not wait for long ones, and long ones take at
+        most twice as many rounds. The last free place is kept for the oldest one.
+        """
+        oldest = self.waiting[0]
+        if self._overtakes and len(self.running) + 1 < self._most:
+            longest = oldest.unread // MUCH_SHORTER
+            for row in self.waiting:
+                if row.unread <= longest:
+                    return row
+        return oldest
 
     def _count_alone(self, row: BatchRequest) -> None:
         if row.alone is not None:

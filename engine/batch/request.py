@@ -90,6 +90,11 @@ class BatchRequest:
         return target.quantization and replace(target.quantization, start=0)
 
     @property
+    def unread(self) -> int:
+        """The number of prompt tokens that the target has not read."""
+        return len(self.tokens) - self.request.target.seen
+
+    @property
     def ended(self) -> bool:
         """Return whether the request has ended, with an error or without."""
         return self.error is not None or self.generation.result is not None

@@ -195,7 +195,7 @@ def test_short_prompts_share_a_chunk_and_rows_begin_in_their_order() -> None:
     made = bench("llama")
     with BatchGenerator(made.generator("none")) as batch:
         rows = started(made, batch)
-        lengths = (5, 5, 5, 40, 3, 3)  # the last token of a prompt is not read here
+        lengths = (5, 5, 5, 24, 7, 7)  # the last token of a prompt is not read here
         cases = [Case(n, SAMPLINGS[1], 30, prefill_step=13) for n in lengths]
         uids = [made.insert(batch, case) for case in cases]
         rows |= dict(zip(uids, cases, strict=True))
@@ -205,10 +205,56 @@ def test_short_prompts_share_a_chunk_and_rows_begin_in_their_order() -> None:
             batch.next()
             began.append(before - len(batch.waiting))
             assert batch.waiting == tuple(uids[len(uids) - len(batch.waiting) :])
-        # Chunks: 4 + 4 + 4, then 13, 13, 13 with no room for the last two, then 2 + 2.
+        # Chunks: 4 + 4 + 4, then 13, 10 with no room for the next, then 6 + 6.
         assert [n for n in began if n] == [3, 1, 2]
-        assert began[-5:] == [3, 0, 0, 1, 2]
+        assert began[-4:] == [3, 0, 1, 2]
         finish(made, batch, rows)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    made = bench("llama")
+    with BatchGenerator(made.generator("lookup")) as batch:
+        cases = [Case(n, SAMPLINGS[1], 20, prefill_step=STEP) for n in (LONG, 40, 6)]
+        rows = {made.insert(batch, case): case for case in cases}
+        long, middle, short = rows
+        began: dict[int, int] = {}
+        for call in range(9):
+            batch.next()
+            for uid in batch.running:
+                began.setdefault(uid, call)
+        # Chunks: long, short, long, long, long, long (no other is much shorter), middle
+        assert began == {short: 1, long: 5, middle: 8}
+        assert batch.running == (long, middle, short)
+        finish(made, batch, rows)
+
+
+def test_a_long_prompt_is_read_in_every_second_chunk() -> None:
+    made = bench("llama")
+    short = Case(6, SAMPLINGS[0], 2, prefill_step=STEP)
+    with BatchGenerator(made.generator("none")) as batch:
+        long = made.insert(batch, Case(LONG, SAMPLINGS[0], 4, prefill_step=STEP))
+        chunks, calls = -(-(LONG - 1) // STEP), 0
+        while long in batch.waiting and calls < 2 * chunks:
+            for _ in range(3):
+                made.insert(batch, short)
+            batch.next()
+            calls += 1
+        assert long in batch.running
+        assert calls > chunks
+
+
+def test_the_last_place_is_kept_for_the_oldest_prompt() -> None:
+    made = bench("llama")
+    with BatchGenerator(made.generator("none"), max_rows=2) as batch:
+        rows = started(made, batch, count=1)
+        cases = [Case(n, SAMPLINGS[1], 20, prefill_step=STEP) for n in (LONG, 6)]
+        long, short = (made.insert(batch, case) for case in cases)
+        for _ in range(20):
+            if long in batch.waiting:
+                assert short in batch.waiting
+                batch.next()
+        assert long not in batch.waiting
+        finish(made, batch, rows | {long: cases[0], short: cases[1]})
 
 
 def test_nothing_waits_where_nothing_runs() -> None:
