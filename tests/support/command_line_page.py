@@ -15,8 +15,7 @@ from mlx_speculation.cli.app import app
 
 START = """# Command line
 
-What `mlx-speculation --help` says, on one page. Written by
-`python -m support.command_line_page`, checked by a test.
+Generated from what the commands say with `--help`.
 
 ```sh
 mlx-speculation generate path/of/target --draft path/of/draft --prompt "def fib(n):"
@@ -24,9 +23,9 @@ mlx-speculation chat path/of/target --draft lookup --temp 0.7 --seed 1
 mlx-speculation doctor --json
 ```
 
-A model is a folder in mlx-lm's layout or the name of a repository. `python -m
-mlx_speculation` is the same program; `mlx-speculation --version` prints its version.
-Options of sampling, adapters and caches have the names that mlx-lm gives them.
+Every command but `doctor` and `demo` takes the target as its argument. A model is a
+folder in mlx-lm's layout or the name of a repository. `python -m mlx_speculation` is
+the same program.
 
 | status | when |
 |---|---|
@@ -34,11 +33,11 @@ Options of sampling, adapters and caches have the names that mlx-lm gives them.
 | 1 | an error, in one line on standard error; or texts differ |
 | 2 | wrong usage: an option that is unknown, out of range, or does not fit another |
 | 130, 143 | Ctrl-C, SIGTERM (`serve`: 0). The results so far are kept. \
-A second one ends at once |
+A second one ends it within 2 s |
 | 141 | the reader of the output has left, as in `\\| head` |
 
-With `--json` a command (all but `serve`) prints one JSON object on standard output and
-nothing else.
+With `--json` a command (not `serve` and `report`) prints one JSON object on standard
+output and nothing else.
 Where costs, copies of OpenBLAS and conventions of heads are kept:
 `MLX_SPECULATION_CACHE`, else `~/.cache/mlx-speculation`.
 """
@@ -118,7 +117,8 @@ def _table(parameters: list[Any]) -> str:
         text = (each.help or "").replace("|", "\\|")
         if each.envvar:
             text += f" Or set `{each.envvar}`."
-        rows.append(f"| {names}{_values(each)} | {_default(each)} | {text} |")
+        default = f" {_default(each)} ".replace("  ", " ")
+        rows.append(f"| {names}{_values(each)} |{default}| {text} |")
     return "\n".join(rows) + "\n"
 
 

@@ -152,7 +152,7 @@ class DraftsOptions(TargetOptions):
     draft: list[str] | None = option(
         None,
         "Folder or repository of a draft, 'mtp', 'lookup', or 'auto': what the "
-        "target's folder offers, and a lookup. Repeatable.",
+        "target's folder offers, and a lookup. Give one or more.",
         "--draft",
         "--draft-model",
         panel=DRAFT,

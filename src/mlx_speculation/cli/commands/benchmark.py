@@ -58,8 +58,8 @@ class MeasureOptions:
 
     compare_length: list[int] | None = option(
         None,
-        "Also measure this draft length. Repeatable. Default without --draft-length: "
-        "1, 2, 4, 8 and adaptive.",
+        "Draft length to measure beside the adaptive one, or beside --draft-length. "
+        "Repeatable. Default: 1, 2, 4 and 8; none with --draft-length.",
         panel=DRAFT,
         min=1,
         max=64,

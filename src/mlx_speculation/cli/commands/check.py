@@ -42,8 +42,8 @@ class CompareOptions:
     places: int = option(8, "Number of places in the text to verify at.", min=1)
     tolerance: float | None = option(
         None,
-        "Largest margin of a near-tie. Default: twice the median difference of logits "
-        "verified at once and one by one.",
+        "Largest margin of a near-tie. Default: twice the median difference of the "
+        "logits of the two ways.",
         min=0.0,
     )
     context: int = option(
@@ -70,9 +70,10 @@ def check(
 ) -> None:
     """Check that drafts leave the text as it is, on this machine with this model.
 
-    Drafts of the model's own text, with a wrong token in each, are verified at once and
-    token by token. Unless --draft is none, texts with and without it are compared too.
-    The last line is the result; the status is 1 if a difference is no near-tie.
+    The model writes a text. Parts of it, with one token wrong, are fed to it at once
+    and token by token. The logits of these two ways are compared. Unless --draft
+    is none, texts with and without it are compared too. The last line is the result;
+    the status is 1 if a difference is no near-tie.
 
     With --exact N, only exact mode is checked: whether the bits of a token's logits
     depend on its place in a forward of N tokens, and how long such a forward takes. If

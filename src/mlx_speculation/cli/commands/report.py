@@ -72,9 +72,10 @@ def report(
     """Measure a model here, and write report.md and report.json to share.
 
     Runs doctor, check, check --exact, calibrate and benchmark, about ten minutes at 8 B
-    on a laptop; fewer --tokens or --passes shorten it. It has names of models, the
-    machine, versions and figures, no more. It is shown first; without a terminal, --yes
-    is needed.
+    on a laptop; fewer --tokens or --passes shorten it. The report has names of models,
+    the machine, versions and figures, no more. It is shown, and written after a yes;
+    without a terminal, --yes is needed. It is partial if a command failed or was
+    interrupted.
     """
     screen = Screen()
     files = folder / "report.md", folder / "report.json"
