@@ -84,7 +84,9 @@ class TrainOptions:
     steps: int | None = option(
         None, "Optimizer steps. Default: as --epochs or --minutes say.", min=1
     )
-    epochs: float = option(10.0, "Passes over the data, without --steps.", min=0.01)
+    epochs: float = option(
+        10.0, "Passes over the data, without --steps and --minutes.", min=0.01
+    )
     minutes: float | None = option(
         None,
         "Time for everything. Steps and dialogues are timed first; if needed, --rows, "
@@ -106,8 +108,8 @@ class TrainOptions:
     )
     block: int | None = option(
         None,
-        "Tokens of a block of a DFlash or DSpark drafter, with the known token that "
-        "begins it. Default: 8.",
+        "Positions of a block of a DFlash or DSpark drafter, the first of which is the "
+        "known token. DSpark drafts as many tokens, DFlash one fewer. Default: 8.",
         min=2,
     )
     anchors: int | None = option(
