@@ -22,17 +22,22 @@ Every architecture of mlx-lm {version} that can be built here was built tiny wit
 weights (tests/support/models/census.json), and decoded greedily and sampled, plainly
 and with drafts that are right, wrong and mixed. Those with "no drafts" in the last
 column were decoded greedily and plainly only. The texts with drafts equal the plain
-ones, up to near-ties where the column "bit for bit" says no
-([What "the same" means](exactness.md)).
+ones, [up to near-ties](exactness.md).
 
 There are {count}. In {bitwise} of them, a forward over four tokens gives bit for bit
-the logits of four forwards over one token (Linux CPU wheel, float32).
+the logits of four forwards over one token (the column "bit for bit"), with the stock
+BLAS of the Linux CPU wheel in float32. With another BLAS, dtype or device expect
+near-ties in all of them.
 
-The column "a part is kept by" says how the accepted part of a draft is kept: "rows"
-where every layer holds rows and drops the last ones; "replay" where recurrent layers
-are taken from their old state to the accepted prefix. MTP heads are those that
-`draft="mtp"` knows. Every architecture takes a draft model, a lookup and drafters of
-your own, except those with "no drafts" in the last column.
+The columns "caches" and "window" are those of the tiny models; a published model has
+more layers and a larger window. The column "a part is kept by" says how the accepted
+part of a draft is kept: "rows" where every layer holds rows and drops the last ones;
+"replay" where recurrent layers are taken from their old state to the accepted prefix.
+MTP heads are those that `draft="mtp"` knows. Every architecture takes a draft model, a lookup and drafters of
+your own, except those with "no drafts" in the last column. EAGLE-3, P-EAGLE, DFlash,
+DFlash2 and DSpark read the states between the target's layers; where a target does not
+show them, as deepseek_v41, gemma3n, iquestloopcoder and nanbeige, they are refused with
+an `UnsupportedModelError`. `mlx-speculation pair TARGET --draft HEAD` tries it.
 
 {table}
 
