@@ -62,10 +62,10 @@ class WritesJournal:
     def commit(self, keep: int) -> None:
         kept, left = list(self._before), keep
         for keys, values in self._cache.writes[len(self._before) :]:
-            rows = min(left, keys.shape[2])
-            if rows:
-                kept.append((keys[..., :rows, :], values[..., :rows, :]))
-            left -= rows
+            count = min(left, keys.shape[2])
+            if count:
+                kept.append((keys[..., :count, :], values[..., :count, :]))
+            left -= count
         self._cache.writes, self._cache.offset = kept, self._start + keep
 
     def rollback(self) -> None:

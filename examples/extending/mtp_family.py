@@ -56,7 +56,8 @@ def save_random_head(folder: Path, args: Any) -> None:
     mx.save_safetensors(str(folder / "mtp.safetensors"), weights)
 
 
-folder = Path(tempfile.mkdtemp(), "target")
+temporary = tempfile.TemporaryDirectory()
+folder = Path(temporary.name, "target")
 shutil.copytree(demo_models()["dense"], folder)
 model, tokenizer = load(folder)
 save_random_head(folder, model.args)
@@ -65,8 +66,8 @@ draft = MtpDraft.from_folder(folder, model, convention=family.convention)
 generator = SpeculativeGenerator(model, tokenizer, draft=draft, draft_length=2)
 result = generator.generate("import os\n", max_tokens=20)
 plain = generator.generate("import os\n", max_tokens=20, draft_length=0)
-shutil.rmtree(folder.parent)
 
 assert result.tokens == plain.tokens
 assert not result.stats.drafter_faults
 print(f"{result.stats.drafted} tokens drafted by a random head")
+temporary.cleanup()
