@@ -33,11 +33,12 @@ The columns "caches" and "window" are those of the tiny models; a published mode
 more layers and a larger window. The column "a part is kept by" says how the accepted
 part of a draft is kept: "rows" where every layer holds rows and drops the last ones;
 "replay" where recurrent layers are taken from their old state to the accepted prefix.
-MTP heads are those that `draft="mtp"` knows. Every architecture takes a draft model, a lookup and drafters of
-your own, except those with "no drafts" in the last column. EAGLE-3, P-EAGLE, DFlash,
-DFlash2 and DSpark read the states between the target's layers; where a target does not
-show them, as deepseek_v41, gemma3n, iquestloopcoder and nanbeige, they are refused with
-an `UnsupportedModelError`. `mlx-speculation pair TARGET --draft HEAD` tries it.
+MTP heads are those that `draft="mtp"` knows. Every architecture takes a draft model, a
+lookup and drafters of your own, except those with "no drafts" in the last column.
+EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark read the states between the target's
+layers; where a target does not show them, as deepseek_v41, gemma3n, iquestloopcoder and
+nanbeige, they are refused with an `UnsupportedModelError`. `mlx-speculation pair`
+with `--draft` tries it.
 
 {table}
 
