@@ -114,10 +114,10 @@ def rectangle(drafts: SequenceOf[Proposal]) -> mx.array | None:
 class Drafter(Protocol):
     """Proposes tokens for one open stream at a time.
 
-    `begin` comes first. A round that asks for a draft calls `propose`, then `settle` or
-    `discard`, even if `propose` has proposed nothing. Other rounds call no method, so a
-    drafter has to learn from the sequence which tokens are new. A drafter that breaks
-    this contract is disabled for the rest of the stream, see
+    `begin` comes first. A round that asks for a draft calls `propose`, then `settle`,
+    or `discard` if the draft was not verified, such as an empty one. Other rounds call
+    no method, so a drafter has to learn from the sequence which tokens are new. A
+    drafter that breaks this contract is disabled for the rest of the stream, see
     `engine.drafters.fault_guard`.
     """
 
