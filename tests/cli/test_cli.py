@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import mlx_speculation
 from mlx_speculation.cli.app import app
+from mlx_speculation.cli.commands.check import check
 from mlx_speculation.demo import one_prompt_per_group
 from mlx_speculation.engine.equivalence import texts
 from mlx_speculation.engine.equivalence.texts import Parting
@@ -139,4 +141,6 @@ def test_help_is_wrapped_by_the_terminal_alone() -> None:
     """The line ends of a docstring do not end lines of the help."""
     shown = CliRunner().invoke(app, ["check", "--help"], terminal_width=80).stdout
     lines = [line.strip() for line in shown.splitlines()]
-    assert any(line.startswith("once and token by token.") for line in lines)
+    paragraph = str(getdoc(check)).split("\n\n")[1].splitlines()
+    assert not set(paragraph[:-1]) & set(lines)
+    assert " ".join(paragraph) in " ".join(lines)

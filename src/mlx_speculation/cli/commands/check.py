@@ -70,10 +70,9 @@ def check(
 ) -> None:
     """Check that drafts leave the text as it is, on this machine with this model.
 
-    The model writes a text. Parts of it, with one token wrong, are fed to it at once
-    and token by token. The logits of these two ways are compared. Unless --draft
-    is none, texts with and without it are compared too. The last line is the result;
-    the status is 1 if a difference is no near-tie.
+    Parts of a text that the model writes, with one token wrong, are fed to it at once
+    and token by token, and the logits are compared. Unless --draft is none, texts are
+    compared too. The last line is the result; the status is 1 for a real difference.
 
     With --exact N, only exact mode is checked: whether the bits of a token's logits
     depend on its place in a forward of N tokens, and how long such a forward takes. If
