@@ -70,12 +70,15 @@ _LENGTHS = (
 def context_length(model: nn.Module) -> int | None:
     """Return the number of tokens that the model was made for; None: it is not known.
 
-    If the checkpoint has no number, this is `omitted_length`, or for a model that was
-    not loaded by this package the default of mlx-lm's arguments. It is None if all
-    layers are recurrent, since these have no limit.
+    If the checkpoint has no number, this is the default of mlx-lm's arguments, or
+    `omitted_length` if that is larger. It is None if all layers are recurrent, since
+    these have no limit.
     """
-    if (omitted := getattr(model, "omitted_length", None)) is not None:
-        return int(omitted)
+    length, omitted = _length_of_args(model), getattr(model, "omitted_length", None)
+    return length and max(length, omitted or 0)
+
+
+def _length_of_args(model: nn.Module) -> int | None:
     args = getattr(model, "args", None)
     inner = getattr(getattr(model, "language_model", None), "args", None)
     for each in (args, getattr(args, "text_config", None), inner):
@@ -92,26 +95,21 @@ def context_length(model: nn.Module) -> int | None:
 
 
 def omitted_length(config: dict[str, Any]) -> int | None:
-    """Return the context length of a config.json that names none; None: it names one.
+    """Return the context length that a `text_config` leaves out; None: it is not known.
 
-    transformers leaves out what equals the defaults of its class, and the defaults of
-    mlx-lm and mlx-vlm are others: for Gemma 3 they have 32768 and 4096 instead of
-    131072. It is None too if transformers does not know the architecture.
+    In nested configs transformers leaves out what equals the defaults of its class. The
+    defaults of mlx-lm and mlx-vlm are others: for Gemma 3 they have 32768 and 4096
+    instead of 131072.
     """
-    part, parts = text_config(config), [config]
-    # Some families have the text's part under other names than text_config.
-    parts += [
-        each
-        for name, each in config.items()
-        if isinstance(each, dict) and "vision" not in name and "audio" not in name
-    ]
-    if any(each.get(name) is not None for each in parts for name in _LENGTHS):
+    part = text_config(config)
+    named = any(each.get(name) for each in (config, part) for name in _LENGTHS)
+    if part is config or named:
         return None
     for kind in filter(None, (part.get("model_type"), config.get("model_type"))):
-        with suppress(ValueError):  # an unknown architecture
+        with suppress(Exception):  # an unknown kind, or one that refuses its defaults
             made = AutoConfig.for_model(kind).get_text_config()
-            length = getattr(made, "max_position_embeddings", None)
-            return length and max(length, _scaled_length(part))
+            length: int | None = made.max_position_embeddings
+            return length
     return None
 
 

@@ -131,31 +131,19 @@ def test_a_default_of_a_recurrent_class_is_no_length() -> None:
         # Gemma 3 of 4 B and more: config.json leaves out transformers' default.
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, 2**17),
         ({"model_type": "gemma3", "text_config": {}}, 2**17),
-        ({"model_type": "gemma3", "vision_config": {}}, 2**17),
-        ({"model_type": "gpt2"}, 1024),
+        # A flat config.json names it, unless another tool than transformers wrote it.
+        ({"model_type": "llama"}, None),
+        ({"model_type": "gemma3_text", "vision_config": {}}, None),
         # Gemma 3 of 1 B names it.
         ({"model_type": "gemma3_text", "max_position_embeddings": 32768}, None),
         (
             {"model_type": "gemma3", "text_config": {"max_position_embeddings": 99}},
             None,
         ),
-        (
-            {
-                "model_type": "qwen3",
-                "rope_scaling": {
-                    "factor": 4,
-                    "original_max_position_embeddings": 16384,
-                },
-            },
-            65536,
-        ),
-        ({"model_type": "qwen3", "llm_config": {"n_ctx": 99}}, None),
-        (
-            {"model_type": "qwen3", "vision_config": {"max_position_embeddings": 99}},
-            32768,
-        ),
-        ({"model_type": "mamba2"}, None),
-        ({"model_type": "no such architecture"}, None),
+        ({"model_type": "gemma3", "n_ctx": 99, "text_config": {}}, None),
+        ({"model_type": "mamba2", "text_config": {}}, None),
+        ({"model_type": "no such architecture", "text_config": {}}, None),
+        ({"model_type": "gemma4_assistant", "text_config": {}}, None),
     ],
 )
 def test_a_length_that_the_config_leaves_out_is_that_of_transformers(
@@ -164,11 +152,18 @@ def test_a_length_that_the_config_leaves_out_is_that_of_transformers(
     assert omitted_length(config) == longest
 
 
-@pytest.mark.parametrize(("named", "longest"), [(None, 2**17), (300, 300)])
+@pytest.mark.parametrize(
+    ("name", "named", "longest"),
+    [
+        ("gemma3_text", 300, 300),
+        ("gemma3_text", None, 32768),  # the default in mlx-lm
+        ("llama", None, None),
+    ],
+)
 def test_a_loaded_model_has_the_length_of_its_config(
-    tmp_path: Path, named: int | None, longest: int
+    tmp_path: Path, name: str, named: int | None, longest: int | None
 ) -> None:
-    folder = chat_folder(tmp_path / "gemma", "gemma3_text")
+    folder = chat_folder(tmp_path / "model", name)
     change(folder, lambda config: config.update(max_position_embeddings=named))
     assert SpeculativeGenerator.from_pretrained(folder).context_length == longest
 
