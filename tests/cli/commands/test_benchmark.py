@@ -166,6 +166,10 @@ def test_a_fixed_length_is_recommended_if_it_is_clearly_faster(
     arms.append(measure.Arm("a, 4 tokens", 4, speeds=[10 * fixed] * 5))
     command, _ = benchmark._advice(arms, arms[0], ["a"]).splitlines()
     assert command == f"Best here: --draft a{length}"
+    arms[2].draft, names = 1, ["a", "b"]  # the adaptive length is of another draft
+    command, _ = benchmark._advice(arms, arms[0], names).splitlines()
+    best = "b" if adaptive > fixed else "a --draft-length 4"
+    assert command == f"Best here: --draft {best}"
 
 
 def test_plain_is_the_one_that_is_faster_by_turns(

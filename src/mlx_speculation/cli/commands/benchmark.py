@@ -260,13 +260,12 @@ def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
     for arm in arms[:2]:
         if warning := busy(arm.speeds):
             return warning
-
-    def weighed(arm: Arm) -> float:
-        gain = _gain(arm.over(plain.speeds))
-        adapts = arm.length is None and gain >= LEAST_GAIN
-        return gain * LEAST_LEAD if adapts else gain
-
-    best = max(arms[2:], key=weighed)
+    gains = {arm.name: _gain(arm.over(plain.speeds)) for arm in arms[2:]}
+    best = max(arms[2:], key=lambda arm: gains[arm.name])
+    for arm in arms[2:]:
+        if arm.length is None and arm.draft == best.draft:
+            least = max(LEAST_GAIN, gains[best.name] / LEAST_LEAD)
+            best = arm if gains[arm.name] >= least else best
     ratio = best.over(plain.speeds)
     shown = (
         f"x plain is {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), its "
