@@ -259,8 +259,10 @@ def test_a_prompt_beyond_the_context_is_refused(
     said = commands.refused("generate", folder, "-p", LONG)
     assert said == (
         f"The prompt has {count} tokens, and the model was made for at most "
-        f"{count - 1}, by its config.json. Shorten the prompt."
+        f"{count - 1}. Shorten the prompt, or allow more with --max-model-len."
     )
+    allowed = ["--max-model-len", count]
+    assert commands("generate", folder, "-p", LONG, "-m", "1", *allowed).exit_code == 0
     with_length(folder, count)
     assert commands("generate", folder, "-p", LONG, "-m", "1").exit_code == 0
 

@@ -52,7 +52,7 @@ def check_length(tokens: int, longest: int | None) -> None:
     if longest is not None and tokens > longest:
         raise InvalidRequestError(
             f"The prompt has {tokens} tokens, and the model was made for at most "
-            f"{longest}, by its config.json. Shorten the prompt."
+            f"{longest}. Shorten the prompt, or allow more with --max-model-len."
         )
 
 

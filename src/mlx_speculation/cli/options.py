@@ -12,7 +12,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
-    from mlx_speculation import Sampling
+    from mlx_speculation import Sampling, SpeculativeGenerator
     from mlx_speculation.engine.options import StreamKeywords
 
 DRAFT = "Draft and its length"
@@ -33,8 +33,8 @@ DraftLength = Annotated[
         "--num-draft-tokens",
         min=0,
         rich_help_panel=DRAFT,
-        help="Tokens drafted per round; 0: plain decoding. By default adaptive: as "
-        "many as save time.",
+        help="Tokens drafted per round; 0: plain decoding. Default: as many as save "
+        "time.",
     ),
 ]
 Json = Annotated[
@@ -152,7 +152,7 @@ class DraftsOptions(TargetOptions):
     draft: list[str] | None = option(
         None,
         "Folder or repository of a draft, 'mtp', 'lookup', or 'auto': what the "
-        "target's folder offers, and a lookup. Give one or more.",
+        "target's folder offers, and a lookup. Repeatable.",
         "--draft",
         "--draft-model",
         panel=DRAFT,
@@ -248,6 +248,13 @@ class EndOptions:
     extra_eos_token: list[str] | None = option(
         None, "Additional end-of-text token. Repeatable."
     )
+    max_model_len: int = option(
+        0, "Longest prompt; 0: what the model is made for.", min=0
+    )
+
+    def longest(self, generator: "SpeculativeGenerator") -> int | None:
+        """Return the maximum number of prompt tokens; None: there is no limit."""
+        return self.max_model_len or generator.context_length
 
     def check(self) -> None:
         """Refuse stop strings that are not UTF-8."""

@@ -210,7 +210,9 @@ def test_a_message_that_is_too_long_is_not_added(
     done = commands(*options, text=lines)
     assert done.exit_code == 2
     assert done.stderr.count("error: The prompt has ") == 1
-    assert "for at most 40, by its config.json. Shorten the prompt." in done.stderr
+    (error,) = json.loads(done.stdout)["refused"]
+    assert "for at most 40. Shorten the prompt, or allow more" in error
+    assert f"error: {error}\n" in done.stderr
     without = commands(*options, text=lines.replace("x = 1 " * 50 + "\n", ""))
     assert without.exit_code == 0
     turns = json.loads(done.stdout)["turns"]
@@ -218,6 +220,8 @@ def test_a_message_that_is_too_long_is_not_added(
         turn["tokens"] for turn in json.loads(without.stdout)["turns"]
     ]
     assert len(turns) == 2
+    longer = commands(*options, "--max-model-len", "900", text=lines)
+    assert len(json.loads(longer.stdout)["turns"]) == 3
 
 
 @given(

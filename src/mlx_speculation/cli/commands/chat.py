@@ -66,7 +66,7 @@ def chat(
         generator.tokenizer,
         template,
         replay=not no_replay,
-        longest=generator.context_length,
+        longest=end.longest(generator),
     )
     if not conversation.rendered:
         note("no chat template is used: messages are continued as plain text")
@@ -82,6 +82,7 @@ def chat(
         model=pair.model,
         draft=pair.draft,
         turns=talk.turns,
+        refused=talk.refused,
         interrupted=interrupted,
         notices=generator.notices,
         **here,
@@ -101,7 +102,7 @@ class _Talk:
     colour: bool
     # The text and statistics of each turn, for JSON
     turns: list[dict[str, Any]] = field(default_factory=list)
-    refused: bool = False  # whether any message was refused
+    refused: list[str] = field(default_factory=list)  # errors of refused messages
 
     @property
     def summary(self) -> str:
@@ -134,8 +135,9 @@ class _Talk:
         try:
             ids = self.conversation.ask(sound_text("The message", message))
         except InvalidRequestError as error:
-            fail(f"{error} The conversation is as it was; /reset begins a new one.")
-            self.refused = True
+            said = f"{error} The conversation is as it was; /reset begins a new one."
+            self.refused.append(said)
+            fail(said)
             return
         bar = PromptBar(len(ids) - 1)
         options: StreamKeywords = {**self.options, "prompt_progress": bar.advance}

@@ -46,7 +46,7 @@ def demo(
         Literal["bundled", "smollm2", "auto"],
         typer.Option(
             help="bundled: small models; smollm2: SmolLM2-135M-Instruct, fetched once; "
-            "auto: smollm2 if it can be fetched, else bundled."
+            "auto: smollm2, else bundled."
         ),
     ] = "bundled",
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 128,

@@ -129,7 +129,7 @@ def generate(
     generator = open_pair(pair, screen, vision=True if images else None)
     before = kv.before(pair.model, generator)
     prompt, tokens, text = _prompt_of(generator, template, said, prefix, images, before)
-    check_length(kv.held(before) + len(tokens), generator.context_length)
+    check_length(kv.held(before) + len(tokens), end.longest(generator))
     bar = PromptBar(len(tokens) - 1)
     options: StreamKeywords = {
         **end.for_stream(generator.tokenizer),

@@ -65,17 +65,16 @@ def report(
     passes: int = option(5, "Passes of the benchmark.", min=1),
     folder: Path = option(Path(), "Folder of the two files."),
     yes: bool = option(
-        False, "Write unasked; a partial report replaces no files.", "--yes", "-y"
+        False, "Write unasked; a partial report replaces none.", "--yes", "-y"
     ),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure a model here, and write report.md and report.json to share.
 
     Runs doctor, check, check --exact, calibrate and benchmark, about ten minutes at 8 B
-    on a laptop; fewer --tokens or --passes shorten it. The report has names of models,
-    the machine, versions and figures, no more. It is shown, and written after a yes;
-    without a terminal, --yes is needed. It is partial if a command failed or was
-    interrupted.
+    on a laptop; fewer --tokens or --passes shorten it. The report has the machine and
+    names of models, versions and figures. It is shown, and written after a yes; without
+    a terminal, --yes is needed. It is partial if a command failed or was stopped.
     """
     screen = Screen()
     files = folder / "report.md", folder / "report.json"
