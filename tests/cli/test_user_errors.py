@@ -258,8 +258,9 @@ def test_a_prompt_beyond_the_context_is_refused(
     with_length(folder, count - 1)
     said = commands.refused("generate", folder, "-p", LONG)
     assert said == (
-        f"The prompt has {count} tokens, and the model was made for at most "
-        f"{count - 1}. Shorten the prompt, or allow more with --max-model-len."
+        f"The prompt has {count} tokens, and the limit is {count - 1}, by default what "
+        "the model was made for. Shorten the prompt, or allow more with "
+        "--max-model-len."
     )
     allowed = ["--max-model-len", count]
     assert commands("generate", folder, "-p", LONG, "-m", "1", *allowed).exit_code == 0

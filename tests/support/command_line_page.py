@@ -31,7 +31,7 @@ the same program.
 |---|---|
 | 0 | done |
 | 1 | an error, in one line on standard error; or texts differ |
-| 2 | wrong usage: an option that is unknown, out of range, or does not fit another |
+| 2 | wrong usage, such as an option or a prompt that cannot be used |
 | 130, 143 | Ctrl-C, SIGTERM (`serve`: 0). The results so far are kept. \
 A second one ends it within 2 s |
 | 141 | the reader of the output has left, as in `\\| head` |

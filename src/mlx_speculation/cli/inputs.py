@@ -51,8 +51,9 @@ def check_length(tokens: int, longest: int | None) -> None:
     """Refuse a prompt of more than `longest` tokens; None: there is no limit."""
     if longest is not None and tokens > longest:
         raise InvalidRequestError(
-            f"The prompt has {tokens} tokens, and the model was made for at most "
-            f"{longest}. Shorten the prompt, or allow more with --max-model-len."
+            f"The prompt has {tokens} tokens, and the limit is {longest}, by default "
+            "what the model was made for. Shorten the prompt, or allow more with "
+            "--max-model-len."
         )
 
 

@@ -211,7 +211,7 @@ def test_a_message_that_is_too_long_is_not_added(
     assert done.exit_code == 2
     assert done.stderr.count("error: The prompt has ") == 1
     (error,) = json.loads(done.stdout)["refused"]
-    assert "for at most 40. Shorten the prompt, or allow more" in error
+    assert "tokens, and the limit is 40, by default" in error
     assert f"error: {error}\n" in done.stderr
     without = commands(*options, text=lines.replace("x = 1 " * 50 + "\n", ""))
     assert without.exit_code == 0

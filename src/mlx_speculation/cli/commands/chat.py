@@ -122,6 +122,7 @@ class _Talk:
                     break
                 if message == "/reset":
                     self.conversation.clear()
+                    self.screen.say("a new conversation")
                 elif re.fullmatch("/[a-z]+", message):  # /help, or an unknown command
                     self.screen.say(HELP)
                 elif message.strip():
