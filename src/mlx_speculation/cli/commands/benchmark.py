@@ -260,18 +260,21 @@ def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
     for arm in arms[:2]:
         if warning := busy(arm.speeds):
             return warning
-    gains = {arm.name: _gain(arm.over(plain.speeds)) for arm in arms[2:]}
-    best = max(arms[2:], key=lambda arm: gains[arm.name])
+
+    def gain(arm: Arm) -> float:
+        return _gain(arm.over(plain.speeds))
+
+    best = max(arms[2:], key=gain)
+    least = max(LEAST_GAIN, gain(best) / LEAST_LEAD)
     for arm in arms[2:]:
-        if arm.length is None and arm.draft == best.draft:
-            least = max(LEAST_GAIN, gains[best.name] / LEAST_LEAD)
-            best = arm if gains[arm.name] >= least else best
+        if arm.length is None and arm.draft == best.draft and gain(arm) >= least:
+            best = arm
     ratio = best.over(plain.speeds)
     shown = (
         f"x plain is {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), its "
         f"harmonic mean {ratio.harmonic_mean:.2f}"
     )
-    if _gain(ratio) < LEAST_GAIN:
+    if gain(best) < LEAST_GAIN:
         return f"No draft pays here: for the best ({best.name}) {shown}."
     length = "" if best.length is None else f" --draft-length {best.length}"
     return f"Best here: --draft {shlex.quote(names[best.draft])}{length}\n{shown}."
