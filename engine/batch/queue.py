@@ -132,8 +132,8 @@ class BatchQueue:
         """Return the request whose prompt is read next.
 
         In every second chunk a prompt that is much shorter than the oldest one is read
-        first, so that short requests do not wait for long ones, and long ones take at
-        most twice as many rounds. The last free place is kept for the oldest one.
+        first, so that short requests do not wait for long ones, which take up to some
+        twice as many rounds. The last free place is kept for the oldest one.
         """
         oldest = self.waiting[0]
         if self._overtakes and len(self.running) + 1 < self._most:
