@@ -71,10 +71,10 @@ def report(
 ) -> None:
     """Measure a model here, and write report.md and report.json to share.
 
-    Runs doctor, check, check --exact, calibrate and benchmark, about ten minutes at 8 B
-    on a laptop; fewer --tokens or --passes shorten it. The report has the machine and
-    names of models, versions and figures. It is shown, and written after a yes; without
-    a terminal, --yes is needed. It is partial if a command failed or was stopped.
+    Runs doctor, check, check --exact, calibrate and benchmark, some ten minutes; fewer
+    --tokens or --passes shorten it. The report has the machine and names of models,
+    versions and figures. It is shown, and written after a yes; without a terminal,
+    --yes is needed. It is partial if a command failed or was stopped.
     """
     screen = Screen()
     files = folder / "report.md", folder / "report.json"
